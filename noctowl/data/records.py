@@ -112,6 +112,6 @@ def relative_path(name: str, *, where: str) -> str:
     if leaves or not posix.parts or any(ord(char) < 32 for char in name):
         raise DataError(
             f"{where}: the path {name!r} leaves the images' folder or is empty. Allowed is a path below it, without "
-            "'..', drive or leading slash, such as 'val2017/000000000139.jpg'. Correct the file; nothing outside is read."
+            "'..', drive or leading slash, such as 'val2017/000000000139.jpg'. Correct the file: nothing else is read."
         )
     return str(posix)
