@@ -1,0 +1,16 @@
+"""Evaluate a run, an exported folder, a hub model or saved predictions on the FG-OVD benchmarks.
+
+    python evaluate.py checkpoint=outputs/default/<run>      the best epoch of a run
+    python evaluate.py checkpoint=<exported folder | hub id> data=fgovd data.root=/data/fgovd benchmark.n_negatives=[1,2,5,10]
+    python evaluate.py model=owlv2_b16 data=fgovd data.root=/data/fgovd            a pretrained model as it is
+    python evaluate.py predictions=outputs/default/<run>     scores saved predictions again, without a model
+
+The results go to outputs/<name>/<time+unique>/results.json; the last line is `results: <path>`.
+"""
+
+import sys
+
+from noctowl.run import main
+
+if __name__ == "__main__":
+    sys.exit(main("evaluate"))

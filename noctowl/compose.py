@@ -1,0 +1,193 @@
+"""From a command line to a checked, plain configuration: the only file that knows Hydra.
+
+Hydra stops at the first unknown key or group. Here every override is looked at before Hydra composes, unknown keys are
+let through into the tree, and the schema then reports all of them together, each with the file (or the command line)
+that it came from.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra import main as hydra_main
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from noctowl.config import EvaluateConfig, TrainConfig, check
+from noctowl.errors import ConfigError
+from noctowl.validation import Problem, did_you_mean, raise_for
+
+SCHEMAS = {"train": TrainConfig, "evaluate": EvaluateConfig}
+VERSION_BASE = "1.3"
+Tree = dict[str, Any]
+
+
+def conf_dir() -> Path:
+    """The configuration tree: inside an installed package, else beside it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def compose(entry: str, overrides: Sequence[str]) -> Tree:
+    """One checked configuration.
+
+    Args:
+        entry: "train" or "evaluate".
+        overrides: as on the command line, without sweeps: "loss=triplet", "loss.margin=0.2".
+
+    Returns:
+        A plain nested dict, interpolations resolved.
+
+    Raises:
+        ConfigError: lists every problem with key, origin, what was found and what is allowed.
+    """
+    parsed, problems = _parse(overrides)
+    wrong, usable = _check_groups(parsed)
+    tree = _compose(entry, usable)
+    problems += wrong + check(tree, SCHEMAS[entry])
+    raise_for(problems, _origin(entry, parsed))
+    return tree
+
+
+def jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep, in the order in which Hydra's basic sweeper runs them."""
+    parsed, problems = _parse(overrides)
+    raise_for(problems, lambda _: "command line")
+    batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [list(job) for batch in batches for job in batch]
+
+
+def dispatch(entry: str, argv: Sequence[str], task: Callable[[Tree, list[str]], None]) -> None:
+    """Run `task(tree, overrides)` for the command line: once, or once per job of a sweep.
+
+    All jobs of a sweep are checked before the first one starts. Whatever else Hydra offers (--help, --cfg, --info,
+    launchers) is left to it. A single run does not go through Hydra's launcher, so that processes which it starts begin
+    with the same command line.
+    """
+    flags = [a for a in argv if a.startswith("-")]
+    overrides = [a for a in argv if not a.startswith("-")]
+    if not flags:
+        task(compose(entry, overrides), list(overrides))
+        return
+    multirun = any(a in ("-m", "--multirun") for a in flags)
+    if multirun:
+        _check_sweep(entry, jobs([o for o in overrides if not o.startswith("hydra")]))
+
+    def job(cfg: DictConfig) -> None:
+        task(_plain(cfg), list(HydraConfig.get().overrides.task))
+
+    wrapped = hydra_main(version_base=VERSION_BASE, config_path=str(conf_dir().resolve()), config_name=entry)(job)
+    saved, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        wrapped()
+    except HydraException as error:
+        raise ConfigError(f"{error}\nSee `python {entry}.py --help` for groups and keys.") from error
+    finally:
+        sys.argv = saved
+
+
+def _check_sweep(entry: str, sweep: list[list[str]]) -> None:
+    lines: dict[str, None] = {}  # the same problem in many jobs is told once
+    for overrides in sweep:
+        try:
+            tree = compose(entry, overrides)
+        except ConfigError as error:
+            lines.update(dict.fromkeys(str(error).splitlines()[1:]))
+            continue
+        if tree["trainer"]["devices"] > 1:
+            text = (
+                "  trainer.devices: a sweep job with several devices re-runs the whole sweep in each of its processes; "
+            )
+            lines[text + "start each job by itself, without -m"] = None
+    if lines:
+        raise ConfigError("\n".join([f"{len(lines)} problem(s) in the configuration of the sweep:", *lines]))
+
+
+def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+    parsed: list[Override] = []
+    wrong: list[Problem] = []
+    for text in overrides:
+        try:
+            parsed += OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            wrong.append(Problem(text, "an override that cannot be read", "key=value", str(error).splitlines()[0]))
+    return parsed, wrong
+
+
+def _check_groups(overrides: list[Override]) -> tuple[list[Problem], list[str]]:
+    """Problems of group choices, and the overrides that Hydra can compose (the schema judges new keys)."""
+    problems, usable = [], []
+    groups = sorted(p.name for p in conf_dir().iterdir() if p.is_dir())
+    for override in overrides:
+        key, text = override.key_or_group, str(override.input_line)
+        if key.startswith("hydra"):
+            usable.append(text)
+        elif key in groups:
+            folder = conf_dir() / key
+            choices = sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yaml"))
+            value = override.value()
+            if value in choices or (value is None and key == "experiment"):
+                usable.append(text.lstrip("+"))
+            else:
+                problems.append(Problem(key, repr(value), ", ".join(choices), did_you_mean(str(value), choices)))
+        else:
+            usable.append(text if text[0] in "+~" else f"++{text}")
+    return problems, usable
+
+
+def _compose(entry: str, overrides: Sequence[str]) -> Tree:
+    try:
+        with initialize_config_dir(version_base=VERSION_BASE, config_dir=str(conf_dir().resolve())):
+            return _plain(hydra_compose(config_name=entry, overrides=list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"The configuration cannot be composed: {error}") from error
+
+
+def _plain(cfg: DictConfig) -> Tree:
+    tree = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(tree, dict)  # the top level of a Hydra configuration is a mapping
+    return {str(key): value for key, value in tree.items() if key != "hydra"}
+
+
+def _origin(entry: str, overrides: list[Override]) -> Callable[[str], str]:
+    """Where a key's value came from: the command line, the experiment's file, its group's file, or the main file."""
+    given = {o.key_or_group: o.value() for o in overrides}
+
+    def of(key: str) -> str:
+        if any(key == k or key.startswith(f"{k}.") for k in given if "." in k or k == key) or "=" in key:
+            return "command line"
+        files = [f"experiment/{given['experiment']}.yaml"] if given.get("experiment") else []
+        group = key.split(".")[0]
+        if (conf_dir() / group).is_dir():
+            choice = given.get(group) or _default_choice(entry, group)
+            files.append(f"{group}/{choice}.yaml")
+        for file in files:
+            if file.startswith("experiment") and not _mentions(conf_dir() / file, key):
+                continue
+            return f"conf/{file}"
+        return f"conf/{entry}.yaml"
+
+    return of
+
+
+def _default_choice(entry: str, group: str) -> str | None:
+    defaults = yaml.safe_load((conf_dir() / f"{entry}.yaml").read_text())["defaults"]
+    return next((item[group] for item in defaults if isinstance(item, dict) and group in item), None)
+
+
+def _mentions(file: Path, key: str) -> bool:
+    node = yaml.safe_load(file.read_text()) if file.is_file() else None
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True

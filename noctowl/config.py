@@ -1,0 +1,287 @@
+"""The schema of conf/: what keys exist, their types and ranges, and which combinations make sense.
+
+`check(tree, schema)` reports *every* problem. Nothing here knows Hydra: `run.py` composes the tree and says where a
+key came from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from timm.optim import list_optimizers
+
+from noctowl.validation import Problem, check_node, did_you_mean, ranged
+
+BENCHMARK_NAMES = ("hard", "medium", "easy", "trivial", "color", "material", "pattern", "transparency")
+
+
+@dataclass
+class Recipe:
+    lr: float = ranged(gt=0)
+    weight_decay: float = ranged(ge=0)
+    effective_batch_size: int = ranged(ge=1)
+    max_epochs: int = ranged(ge=1)
+    seed: int = ranged(ge=0)
+
+
+@dataclass
+class Model:
+    name: str
+    source: str
+    revision: str | None
+    weights: Literal["pretrained", "random"]
+    model_type: Literal["owlvit", "owlv2"]
+    pad_value: float = ranged(ge=0, le=1)
+    attention: Literal["sdpa", "eager"]
+    recipe: Recipe
+
+
+@dataclass
+class Triplet:
+    name: Literal["triplet"]
+    margin: float = ranged(ge=0, le=2)
+    weight: float = ranged(ge=0)
+    background_weight: float = ranged(ge=0)
+    gamma: float = ranged(ge=0)
+
+
+@dataclass
+class CrossEntropy:
+    name: Literal["cross_entropy"]
+    temperature: float = ranged(gt=0)
+    weight: float = ranged(ge=0)
+    background_weight: float = ranged(ge=0)
+    gamma: float = ranged(ge=0)
+
+
+@dataclass
+class Bce:
+    name: Literal["bce"]
+    weight: float = ranged(ge=0)
+    background_weight: float = ranged(ge=0)
+    gamma: float = ranged(ge=0)
+
+
+@dataclass
+class NoDistillation:
+    name: Literal["none"]
+
+
+@dataclass
+class Distillation:
+    name: Literal["mse", "ce"]
+    weight: float = ranged(gt=0)
+
+
+@dataclass
+class Data:
+    name: str
+    root: str
+    images: str | None
+    annotations: str | None
+    train_file: str
+    val_file: str
+    n_negatives: int = ranged(ge=1)
+    short_vocabularies: Literal["drop", "keep"]
+    token_policy: Literal["drop", "truncate", "error"]
+    coarse_names: str
+    coarse_file: str | None
+
+
+@dataclass
+class Synthetic(Data):
+    """A data set that is written into a cache folder the first time it is used."""
+
+    seed: int = ranged(ge=0)
+    n_train: int = ranged(ge=1)
+    n_val: int = ranged(ge=1)
+    n_test: int = ranged(ge=1)
+
+
+@dataclass
+class Features:
+    mode: Literal["auto", "memory", "live"]
+
+
+@dataclass
+class Benchmark:
+    name: str
+    names: list[Literal[BENCHMARK_NAMES]] | None  # type: ignore[valid-type]
+    n_negatives: list[int] | None = field(metadata={"ge": 0})
+    ground_truth: Literal["unmasked", "masked"]
+    short_vocabularies: Literal["drop", "keep"]
+    nms_iou: float = ranged(gt=0, le=1)
+    top: int = ranged(ge=1)
+    batch_size: int = ranged(ge=1)
+
+
+@dataclass
+class Trainer:
+    accelerator: Literal["auto", "cpu", "gpu", "mps"]
+    devices: int = ranged(ge=1)
+    strategy: Literal["auto", "ddp"]
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true"]
+    batch_size: int = ranged(ge=1)
+    effective_batch_size: int = ranged(ge=1)
+    max_epochs: int = ranged(ge=1)
+    num_workers: int = ranged(ge=0)
+    log_every_n_steps: int = ranged(ge=1)
+    limit_train_batches: int | None = field(metadata={"ge": 1})
+    progress: bool
+
+
+@dataclass
+class Csv:
+    name: Literal["csv"]
+
+
+@dataclass
+class Wandb:
+    name: Literal["wandb"]
+    project: str
+    entity: str | None
+    group: str | None
+    tags: list[str]
+
+
+@dataclass
+class Optimizer:
+    name: str
+    lr: float = ranged(gt=0)
+    weight_decay: float = ranged(ge=0)
+    decay_bias: bool
+
+
+@dataclass
+class Schedule:
+    name: Literal["constant", "cosine"]
+    warmup_epochs: int = ranged(ge=0)
+    min_lr: float = ranged(ge=0)
+
+
+@dataclass
+class Ema:
+    decay: float | None = field(metadata={"ge": 0, "lt": 1})
+
+
+@dataclass
+class Selection:
+    n_negatives: int = ranged(ge=1)
+    every_n_epochs: int = ranged(ge=0)
+
+
+@dataclass
+class Common:
+    model: Model
+    data: Data | Synthetic
+    features: Features
+    benchmark: Benchmark
+    trainer: Trainer
+    logger: Csv | Wandb
+    name: str
+    seed: int = ranged(ge=0)
+    compat: Literal["published", "training", "clean"]
+    output_dir: str
+    run_dir: str | None
+
+
+@dataclass
+class TrainConfig(Common):
+    loss: Triplet | CrossEntropy | Bce
+    distill: NoDistillation | Distillation
+    optimizer: Optimizer
+    schedule: Schedule
+    ema: Ema
+    selection: Selection
+
+
+@dataclass
+class EvaluateConfig(Common):
+    checkpoint: str | None
+    predictions: str | None
+
+
+def check(tree: Mapping[str, Any], schema: type) -> list[Problem]:
+    """All problems of a composed configuration: keys, types, ranges and combinations.
+
+    A combination is judged only where the groups that it joins are sound in themselves.
+
+    Args:
+        tree: plain nested dict (interpolations resolved).
+        schema: TrainConfig or EvaluateConfig.
+    """
+    problems = check_node(tree, schema, "")
+    broken = {problem.key.split(".")[0] for problem in problems}
+    rules = (*COMMON_RULES, *(TRAINING_RULES if schema is TrainConfig else EVALUATION_RULES))
+    for groups, rule in rules:
+        if not broken & set(groups):
+            problems += rule(tree)
+    return problems
+
+
+def _optimizer_known(tree: Mapping[str, Any]) -> list[Problem]:
+    name, known = tree["optimizer"]["name"], list_optimizers()
+    if name in known:
+        return []
+    hint = did_you_mean(name, known)
+    return [Problem("optimizer.name", repr(name), "an optimiser that timm knows, such as adamw", hint)]
+
+
+def _batches_divide(tree: Mapping[str, Any]) -> list[Problem]:
+    trainer = tree["trainer"]
+    step = trainer["batch_size"] * trainer["devices"]
+    if trainer["effective_batch_size"] % step == 0:
+        return []
+    allowed = f"a multiple of batch_size x devices = {trainer['batch_size']} x {trainer['devices']} = {step}"
+    return [Problem("trainer.effective_batch_size", str(trainer["effective_batch_size"]), allowed)]
+
+
+def _epochs_fit(tree: Mapping[str, Any]) -> list[Problem]:
+    epochs = tree["trainer"]["max_epochs"]
+    limits = (
+        ("selection.every_n_epochs", tree["selection"]["every_n_epochs"], epochs),
+        ("schedule.warmup_epochs", tree["schedule"]["warmup_epochs"], epochs - 1),
+    )
+    return [
+        Problem(key, str(value), f"at most {limit} with trainer.max_epochs = {epochs}")
+        for key, value, limit in limits
+        if value > limit
+    ]
+
+
+def _something_trains(tree: Mapping[str, Any]) -> list[Problem]:
+    loss = tree["loss"]
+    if loss["weight"] or loss["background_weight"] or tree["distill"]["name"] != "none":
+        return []
+    return [Problem("loss.weight", "0 for every term", "at least one loss term with a weight above 0")]
+
+
+def _one_source(tree: Mapping[str, Any]) -> list[Problem]:
+    if tree["checkpoint"] is None or tree["predictions"] is None:
+        return []
+    return [Problem("predictions", "set beside checkpoint", "one of the two: a model or saved predictions")]
+
+
+def _precision_exists(tree: Mapping[str, Any]) -> list[Problem]:
+    if tree["trainer"]["accelerator"] != "cpu" or tree["trainer"]["precision"] != "16-mixed":
+        return []
+    return [Problem("trainer.precision", "16-mixed on the CPU", "32-true, 64-true or bf16-mixed there")]
+
+
+def _padding_exists(tree: Mapping[str, Any]) -> list[Problem]:
+    model = tree["model"]
+    if model["model_type"] != "owlvit" or model["pad_value"] == 0:
+        return []
+    found = f"{model['pad_value']} for an OWL-ViT"
+    return [Problem("model.pad_value", found, "0 (OWL-ViT warps images, nothing is padded)")]
+
+
+# (groups that a rule reads, rule)
+COMMON_RULES = ((("trainer",), _precision_exists), (("model",), _padding_exists))
+TRAINING_RULES = (
+    (("optimizer",), _optimizer_known),
+    (("trainer",), _batches_divide),
+    (("trainer", "selection", "schedule"), _epochs_fit),
+    (("loss", "distill"), _something_trains),
+)
+EVALUATION_RULES = ((("checkpoint", "predictions"), _one_source),)
