@@ -12,7 +12,7 @@ those of the configs that are published beside the weights (google/owlvit-*, goo
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,14 +23,16 @@ from transformers import (
     OwlViTConfig,
     OwlViTForObjectDetection,
     OwlViTImageProcessor,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-MODEL_CLASSES = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObjectDetection}
+from noctowl.text import TOKEN_LIMIT
+
+OwlConfig: TypeAlias = Any  # OwlViTConfig | Owlv2Config, whose tower configs transformers types as dict | None
+OwlImageProcessor = OwlViTImageProcessor | Owlv2ImageProcessor
+MODEL_CLASSES: dict[str, Any] = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObjectDetection}
 FAMILY = {"owlvit": "OWL-ViT", "owlv2": "OWLv2"}
-TEXT_LIMIT = 16  # tokens of a caption, start and end included
 
 
 def _tower(width: int, layers: int, heads: int, act: str = "quick_gelu") -> dict[str, Any]:
@@ -81,12 +83,12 @@ def tiny(tokenizer: PreTrainedTokenizerBase) -> Owlv2Config:
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if special["eos_token_id"] != len(tokenizer) - 1:
         raise ValueError(f"end token id {special['eos_token_id']} is not the last of {len(tokenizer)} ids")
-    text = _tower(96, 2, 4, "gelu") | {"vocab_size": len(tokenizer), "max_position_embeddings": TEXT_LIMIT} | special
+    text = _tower(96, 2, 4, "gelu") | {"vocab_size": len(tokenizer), "max_position_embeddings": TOKEN_LIMIT} | special
     vision = _tower(160, 3, 4, "gelu") | {"image_size": 96, "patch_size": 12}
     return Owlv2Config(text_config=text, vision_config=vision, projection_dim=96)
 
 
-ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+ARCHITECTURES: dict[str, Callable[[], OwlConfig]] = {
     "owl_b16": owl_b16,
     "owl_l14": owl_l14,
     "owlv2_b16": owlv2_b16,
@@ -94,7 +96,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def image_processor(config: PreTrainedConfig) -> OwlViTImageProcessor | Owlv2ImageProcessor:
+def image_processor(config: OwlConfig) -> OwlImageProcessor:
     """The library's preprocessing at the config's image side: warp and bicubic (OWL-ViT), pad and bilinear (OWLv2)."""
     side = config.vision_config.image_size
     size = {"height": side, "width": side}
@@ -103,7 +105,7 @@ def image_processor(config: PreTrainedConfig) -> OwlViTImageProcessor | Owlv2Ima
     return Owlv2ImageProcessor(size=size)
 
 
-def initialise(config: PreTrainedConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+def initialise(config: OwlConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
     """Model of the config with seeded random weights; torch's global random state is left as it was.
 
     The library draws the weights of the class, box and objectness heads with standard deviation 1, which saturates

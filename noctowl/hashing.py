@@ -12,7 +12,7 @@ from torch import Tensor
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Raw little-endian bytes of a tensor in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def state_sha256(state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> str:
