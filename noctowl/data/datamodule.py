@@ -1,0 +1,89 @@
+"""Training items and their loader.
+
+Legend: V vocabularies kept, C columns, G objects of a vocabulary. One item = one (image, positive caption).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from noctowl.boxes import Frame, to_frame
+from noctowl.data.batch import Batch, Item, collate
+from noctowl.data.records import Annotations
+from noctowl.features import ImageSet
+from noctowl.model import ImageFeatures
+
+
+@dataclass
+class TrainingSet(Dataset[Item]):
+    """The vocabularies of an annotation file that can be trained on.
+
+    Args:
+        annotations: the file.
+        kept: bool [V], which of its vocabularies (token rule, short vocabularies).
+        n_negatives: negatives per vocabulary at most; column 0 is the positive.
+        images, image_rows: image set and the row of each of the file's images in it.
+        embeddings, caption_rows: unit text embeddings [M, D] and the row of each of the file's captions in them.
+        frame: the model's box frame.
+        stored: features of all images of the set, or None: images are then read and preprocessed at each access.
+    """
+
+    annotations: Annotations
+    kept: np.ndarray
+    n_negatives: int
+    images: ImageSet
+    image_rows: np.ndarray
+    embeddings: torch.Tensor
+    caption_rows: np.ndarray
+    frame: Frame
+    stored: ImageFeatures | None = None
+
+    def __post_init__(self) -> None:
+        self.vocabularies = np.flatnonzero(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.vocabularies)
+
+    def __getitem__(self, index: int) -> Item:
+        v = int(self.vocabularies[index])
+        file = self.annotations
+        image = int(file.vocab_image[v])
+        width, height = (int(side) for side in file.image_sizes[image])
+        row = int(self.image_rows[image])
+        columns = file.vocabulary(v)[: 1 + self.n_negatives]
+        boxes = torch.from_numpy(file.object_boxes[file.objects(v)]).float()  # [G, 4]
+        return Item(
+            key=(int(file.image_ids[image]), int(file.category_ids[columns[0]])),
+            queries=self.embeddings[torch.from_numpy(self.caption_rows[columns])],  # [C, D]
+            gt_boxes=to_frame(boxes, width, height, self.frame),
+            pixel_values=self.images[row] if self.stored is None else None,
+            tokens=None if self.stored is None else self.stored.tokens[row],
+            patch_boxes=None if self.stored is None else self.stored.boxes[row],
+        )
+
+
+class DataModule(pl.LightningDataModule):
+    """The training loader: shuffled by a seed of its own, the last incomplete batch kept."""
+
+    def __init__(self, dataset: TrainingSet, *, batch_size: int, num_workers: int, seed: int, pin_memory: bool = False):
+        super().__init__()
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        # Stored features are a slice of memory: workers would only copy it once more.
+        self.num_workers = num_workers if dataset.stored is None else 0
+        self.pin_memory = pin_memory
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Batches of `batch_size` vocabularies (per process)."""
+        return DataLoader(
+            self.dataset,  # type: ignore[arg-type]
+            batch_size=self.batch_size,
+            shuffle=True,
+            num_workers=self.num_workers,
+            collate_fn=collate,
+            generator=torch.Generator().manual_seed(self.seed),
+            pin_memory=self.pin_memory,
+            persistent_workers=self.num_workers > 0,
+        )

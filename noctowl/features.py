@@ -1,0 +1,185 @@
+"""What is constant while the head trains, computed once: text embeddings of captions, tokens and boxes of images.
+
+Legend: M distinct captions, I distinct images, P patches, Dv vision width, D class embedding width.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from noctowl.data.images import Preprocessor, load_rgb, resolve_image
+from noctowl.data.records import Annotations
+from noctowl.errors import DataError
+from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.text import Policy, tokenize
+
+Mode = Literal["auto", "memory", "live"]
+
+
+class TextBank:
+    """Unit embeddings of distinct captions; each is encoded once, whatever asks for it.
+
+    Attributes: `embeddings` fp32 [M, D] on the CPU (zeros for captions that the policy dropped), `lengths` int64 [M]
+    true token counts, `kept` bool [M], `forwards` captions encoded.
+    """
+
+    def __init__(self, detector: OwlDetector, *, policy: Policy, device: torch.device, batch_size: int = 512):
+        self.detector, self.policy, self.device, self.batch_size = detector, policy, device, batch_size
+        self.embeddings = torch.empty(0, detector.config.projection_dim)
+        self.lengths = np.empty(0, np.int64)
+        self.kept = np.empty(0, np.bool_)
+        self.forwards = 0
+        self._rows: dict[str, int] = {}
+
+    def rows(self, texts: Sequence[str]) -> np.ndarray:
+        """Rows of `embeddings` for each text; texts not seen before are encoded first.
+
+        Raises DataError for a caption over the token limit under the policy "error".
+        """
+        new = list(dict.fromkeys(text for text in texts if text not in self._rows))
+        if new:
+            self._encode(new)
+        return np.fromiter((self._rows[text] for text in texts), np.int64, len(texts))
+
+    def caption_rows(self, annotations: Annotations) -> np.ndarray:
+        """int64 [K]: the row of each caption of an annotation file."""
+        return self.rows(list(annotations.captions))
+
+    @property
+    def n_over(self) -> int:
+        """Distinct captions over the token limit."""
+        return int((self.lengths > self.detector.text_limit).sum())
+
+    def _encode(self, texts: list[str]) -> None:
+        tokens = tokenize(self.detector.tokenizer, texts, self.policy)
+        kept = tokens.kept.numpy()
+        fresh = torch.zeros(len(texts), self.embeddings.shape[1])
+        todo = np.flatnonzero(kept)
+        for start in range(0, len(todo), self.batch_size):
+            chunk = torch.from_numpy(todo[start : start + self.batch_size])
+            ids, mask = tokens.input_ids[chunk].to(self.device), tokens.attention_mask[chunk].to(self.device)
+            fresh[chunk] = self.detector.encode_text(ids, mask).float().cpu()  # [chunk, D]
+        self.forwards += len(todo)
+        first = len(self._rows)
+        self._rows.update({text: first + i for i, text in enumerate(texts)})
+        self.embeddings = torch.cat([self.embeddings, fresh])
+        self.lengths = np.concatenate([self.lengths, tokens.lengths.numpy()])
+        self.kept = np.concatenate([self.kept, kept])
+
+
+@dataclass
+class ImageSet(Dataset[Tensor]):
+    """Distinct images of one or more annotation files, read and preprocessed one by one.
+
+    `files` relative to `root`; `sizes` (width, height) as the annotation files have them. Item i is [3, S, S].
+    """
+
+    root: Path
+    preprocessor: Preprocessor
+    files: list[str] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    _rows: dict[str, int] = field(default_factory=dict)
+
+    def add(self, files: Iterable[str], sizes: Iterable[Sequence[int]]) -> np.ndarray:
+        """int64 rows of the given images, new ones appended.
+
+        Raises DataError where two annotation files give the same image different sizes.
+        """
+        rows = []
+        for file, size in zip(files, sizes):
+            wanted = (int(size[0]), int(size[1]))
+            row = self._rows.setdefault(file, len(self.files))
+            if row == len(self.files):
+                self.files.append(file)
+                self.sizes.append(wanted)
+            elif self.sizes[row] != wanted:
+                raise DataError(
+                    f"{file}: one annotation file says {self.sizes[row]}, another {wanted} (width, height). "
+                    "Boxes of one of them are in another frame: correct the file."
+                )
+            rows.append(row)
+        return np.array(rows, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, row: int) -> Tensor:
+        path = resolve_image(self.root, self.files[row])
+        return self.preprocessor(load_rgb(path, expected_size=self.sizes[row]))
+
+
+@dataclass
+class _Selected(Dataset[tuple[int, Tensor]]):
+    images: ImageSet
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return int(self.rows[index]), self.images[int(self.rows[index])]
+
+
+def encode(
+    detector: OwlDetector,
+    images: ImageSet,
+    rows: Sequence[int],
+    *,
+    batch_size: int,
+    num_workers: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> Iterator[tuple[list[int], ImageFeatures]]:
+    """One forward per image, in the order of `rows`; yields (rows, features on `device`) a batch at a time."""
+    loader = DataLoader(_Selected(images, rows), batch_size=batch_size, num_workers=num_workers)
+    precision: Any = torch.autocast(device.type, autocast) if autocast else nullcontext()
+    for chunk, pixels in loader:
+        with precision:
+            yield chunk.tolist(), detector.encode_images(pixels.to(device))
+
+
+def chunks(features: ImageFeatures, rows: Sequence[int], size: int) -> Iterator[tuple[list[int], ImageFeatures]]:
+    """Stored features in the form of `encode`."""
+    for start in range(0, len(rows), size):
+        part = [int(row) for row in rows[start : start + size]]
+        yield part, ImageFeatures(features.tokens[part], features.boxes[part], None)
+
+
+def stored_bytes(detector: OwlDetector, n_images: int) -> int:
+    """Memory that fp32 tokens and boxes of `n_images` take."""
+    return n_images * detector.num_patches * (detector.config.vision_config.hidden_size + 4) * 4
+
+
+def choose_mode(mode: Mode, detector: OwlDetector, n_images: int) -> tuple[Literal["memory", "live"], str]:
+    """What "auto" comes to, and why; "memory" and "live" stay what they are.
+
+    Raises DataError if "memory" is asked for and does not fit.
+    """
+    needed, free = stored_bytes(detector, n_images), psutil.virtual_memory().available
+    amounts = f"{n_images} images need {needed / 1e9:.2f} GB, {free / 1e9:.1f} GB are free"
+    if mode == "memory" and needed > free:
+        raise DataError(f"features=memory: {amounts}. Use features=live, or a machine with more memory.")
+    if mode == "live" or (mode == "auto" and needed > free / 2):
+        return "live", f"features are computed anew in every epoch ({amounts})"
+    return "memory", f"features are computed once and kept in memory ({amounts})"
+
+
+def store(
+    detector: OwlDetector, images: ImageSet, *, batch_size: int, num_workers: int, device: torch.device
+) -> ImageFeatures:
+    """fp32 tokens [I, P, Dv] and boxes [I, P, 4] of all images, on the CPU."""
+    width = detector.config.vision_config.hidden_size
+    tokens = torch.empty(len(images), detector.num_patches, width)
+    boxes = torch.empty(len(images), detector.num_patches, 4)
+    todo = range(len(images))
+    for rows, part in encode(detector, images, todo, batch_size=batch_size, num_workers=num_workers, device=device):
+        tokens[rows], boxes[rows] = part.tokens.float().cpu(), part.boxes.float().cpu()
+    return ImageFeatures(tokens, boxes, None)
