@@ -3,7 +3,7 @@
 Legend: D detections, G ground-truth boxes, E edges (detection-object pairs that overlap enough), K classes with ground
 truth, A area ranges (all, small, medium, large), T IoU thresholds, M detection limits.
 
-The figures equal pycocotools' (and the LVIS API's under `federated`), which loop over every image, class and area. Here:
+The figures equal pycocotools' (the LVIS API's under `federated`), which loop over every image, class and area. Here:
 1. only pairs (image, class) that hold both detections and objects are matched, and of these only the edges with IoU
    over the lowest threshold; the k-th detections of all pairs are matched at once, for all A and T;
 2. precision is looked at where it can be a maximum, at true positives, so no curve is ever laid out.
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from noctowl.errors import DataError
 
 AREAS = {"all": (0.0, 1e10), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e10)}
-THRESHOLDS = {"float64": np.float64, "float32": np.float32}
 BLOCK = 2_000_000  # detections and overlaps worked on at a time; bounds the memory, not the result
 Thresholds = Literal["float64", "float32"]
 
@@ -32,6 +32,13 @@ class Detections:
     label: Int[ndarray, "D"]
     boxes: Float[ndarray, "D 4"]  # xyxy, pixels
     scores: Float[ndarray, "D"]  # any increasing scale; ties keep their order
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Detections"]) -> "Detections":
+        """All parts in order; none gives an empty one."""
+        empty = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 4), np.float32), np.zeros(0, np.float32))
+        names = ("image", "label", "boxes", "scores")
+        return cls(*(np.concatenate([getattr(part, name) for part in (parts or [empty])]) for name in names))
 
 
 @dataclass(frozen=True)
@@ -100,15 +107,13 @@ def score_boxes(
 
     max_detections: best detections of an image *and class* that count; recall is given at each, AP at the last.
     max_per_image: best detections of an image over all classes, cut before anything else (LVIS).
-    thresholds: precision in which 0.55, 0.01 ... are written; "float32" is torchmetrics' way and moves the 4th digit.
+    thresholds: "float32" takes those of torchmetrics (torch.linspace in float32): it moves AP's fourth digit.
     Raises DataError for arrays of unequal length, non-finite boxes and NaN scores.
     """
     det, gt = detections, ground_truth
     _check("detections", det.image, det.label, det.boxes, det.scores)
     _check("ground truth", gt.image, gt.label, gt.boxes, gt.area)
-    number = THRESHOLDS[thresholds]
-    iou = np.linspace(0.5, 0.95, 10).astype(number).astype(np.float64)  # [T]
-    recall_at = np.linspace(0.0, 1.0, 101).astype(number).astype(np.float64)
+    iou, recall_at = _thresholds(thresholds)
     classes, gt_class = np.unique(gt.label, return_inverse=True)
     images, gt_image = np.unique(gt.image, return_inverse=True)
 
@@ -164,11 +169,17 @@ def score_boxes(
     return BoxScores(classes=classes, iou=iou, limits=tuple(max_detections), ap=ap, recall=recall)
 
 
-def _match(det_pair, gt_pair, det_boxes, gt_boxes, ignored, crowd, iou) -> tuple[ndarray, ndarray]:
-    """Greedy assignment of every pair at once -> found [A, T, D] (0 none, 1 true positive, 2 ignored object)."""
+def _thresholds(kind: Thresholds) -> tuple[Float[ndarray, "T"], Float[ndarray, "101"]]:
+    if kind == "float32":
+        return torch.linspace(0.5, 0.95, 10).double().numpy(), torch.linspace(0.0, 1.0, 101).double().numpy()
+    return np.linspace(0.5, 0.95, 10), np.linspace(0.0, 1.0, 101)
+
+
+def _match(det_pair, gt_pair, det_boxes, gt_boxes, ignored, crowd, iou) -> Int[ndarray, "A T D"]:
+    """Greedy assignment of every pair at once: 0 no match, 1 true positive, 2 on an ignored object."""
     areas, n_gt = ignored.shape
     status = np.zeros((areas, len(iou), len(det_pair)), dtype=np.int8)
-    low, high = (np.searchsorted(gt_pair, det_pair, side=s) for s in ("left", "right"))  # type: ignore[call-overload]
+    low, high = (np.searchsorted(gt_pair, det_pair, side=s) for s in ("left", "right"))
     many = high - low  # objects that each detection could take
     det = np.repeat(np.arange(len(det_pair)), many)  # [E]
     obj = np.arange(len(det)) + np.repeat(low - np.cumsum(many) + many, many)
@@ -279,7 +290,7 @@ def _xywh(boxes: Float[ndarray, "N 4"]) -> Float[ndarray, "N 4"]:
 
 
 def _iou(a: Float[ndarray, "E 4"], b: Float[ndarray, "E 4"], crowd: Bool[ndarray, "E"]) -> Float[ndarray, "E"]:
-    """IoU of xywh boxes row by row, in pycocotools' order of operations; over the detection's area where b is a crowd."""
+    """IoU of xywh boxes row by row, in pycocotools' order of operations; of the detection's area where b is a crowd."""
     size = np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:]) - np.maximum(a[:, :2], b[:, :2])
     inter = np.where((size > 0).all(1), size[:, 0] * size[:, 1], 0.0)
     area = a[:, 2] * a[:, 3]
