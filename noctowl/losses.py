@@ -16,8 +16,8 @@ batch, each patch weighing the same whatever the size of its vocabulary.
     (off: cross-entropy between the softmaxes of t / temperature and s / temperature).
 The published query epsilon sits where the cosine is made: `noctowl.head.cosine`.
 
-|s| >= 1: rounding can give 1 + 1e-6 (bf16: 1 + 4e-3). Probabilities are clamped to [EPS, 1 - EPS] before a logarithm, so
--ln(1 - a) is at most 13.8 and its gradient there 0. Beyond 1.01 it is no cosine: `compute_losses` raises.
+|s| >= 1: rounding can give 1 + 1e-6 (bf16: 1 + 4e-3). Probabilities are clamped to [EPS, 1 - EPS] before a logarithm,
+so -ln(1 - a) is at most 13.8 and its gradient there 0. Beyond 1.01 it is no cosine: `compute_losses` raises.
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,8 @@ def cross_entropy(
     a, mask = _prepare(similarities, mask)
     a = a.abs() if compat else a
     logits = (a / temperature).masked_fill(~mask, -torch.inf)  # [n, C]
-    return _mean_rows(-logits.log_softmax(1)[:, 0])
+    column0 = torch.zeros_like(logits[:, 0], dtype=torch.long)
+    return F.cross_entropy(logits, column0, reduction="sum") / max(len(logits), 1)
 
 
 def bce(
@@ -93,8 +94,10 @@ def bce(
     """mean_n sum_c (1 - e^-l)^gamma l with l = BCE(p_c, 1 if c = 0 else 0): focal binary cross-entropy."""
     s, mask = _prepare(similarities, mask)
     p = (s.abs() if compat else (1 + s) / 2).clamp(EPS, 1 - EPS)  # [n, C]
-    right = torch.cat((p[:, :1], 1 - p[:, 1:]), dim=1)  # e^-l: probability given to the truth
-    return _mean_rows((-((1 - right) ** gamma) * right.log() * mask).sum(1))
+    target = F.one_hot(torch.zeros_like(p[:, 0], dtype=torch.long), p.shape[1]).to(p)
+    with torch.autocast(p.device.type, enabled=False):  # refused under autocast, even for fp32 input
+        l = F.binary_cross_entropy(p, target, reduction="none")  # noqa: E741
+    return _mean_rows(((1 - torch.exp(-l)) ** gamma * l * mask).sum(1))
 
 
 # Background: s of the background patches, [m, C]
@@ -123,8 +126,10 @@ def distill_ce(
     """mean_n -sum_k target_k log softmax(student)_k; with compat the target is t itself and there is no temperature."""
     student, teacher = student.float(), teacher.float()
     if compat:
-        return _mean_rows(-(teacher * student.log_softmax(1)).sum(1))
-    return _mean_rows(-((teacher / temperature).softmax(1) * (student / temperature).log_softmax(1)).sum(1))
+        target = teacher
+    else:
+        student, target = student / temperature, (teacher / temperature).softmax(1)
+    return F.cross_entropy(student, target, reduction="sum") / max(len(student), 1)
 
 
 def compute_losses(
@@ -195,7 +200,10 @@ def box_distances(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Watched, never trained: mean L1 (summed over the four sides) and mean 1 - GIoU of the matched pairs."""
     image, object_ = (matched_patch >= 0).nonzero(as_tuple=True)
-    predicted, true = pred_boxes[image, matched_patch[image, object_]].float(), gt_boxes[image, object_].float()  # [k, 4]
+    predicted, true = (
+        pred_boxes[image, matched_patch[image, object_]].float(),
+        gt_boxes[image, object_].float(),
+    )  # [k, 4]
     giou = generalized_iou(predicted.unsqueeze(1), true.unsqueeze(1)).flatten()
     return _mean_rows((predicted - true).abs().sum(1)), _mean_rows(1 - giou)
 
@@ -206,13 +214,13 @@ def _prepare(similarities: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]
 
 def _mean_rows(values: Float[Tensor, "n"]) -> Float[Tensor, ""]:
     """Mean, and 0 that keeps the graph for no rows."""
-    return values.sum() / max(len(values), 1)
+    return values.mean() if len(values) else values.sum()
 
 
 def _check_cosines(name: str, values: Tensor) -> None:
     largest = values.detach().abs().amax() if values.numel() else values.new_zeros(())
     if not bool(largest <= COSINE_LIMIT):  # also for NaN
         raise ModelError(
-            f"{name}: largest magnitude {float(largest)}, cosines within [-1, 1] needed. NaN or inf: the weights or the "
-            f"rate diverged; larger numbers: logits were passed for similarities"
+            f"{name}: largest magnitude {float(largest)}, cosines within [-1, 1] needed. NaN or inf: the weights or "
+            f"the rate diverged; larger numbers: logits were passed for similarities"
         )
