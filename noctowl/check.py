@@ -179,7 +179,7 @@ def _describe(annotations: Annotations, lengths: np.ndarray, shown: str) -> File
     negatives = annotations.n_negatives
     subsets = {}
     for n in N_NEGATIVES:
-        subset = subset_counts(annotations, processable(annotations, lengths, n))
+        subset = subset_counts(annotations, processable(annotations, lengths, n), n)
         subsets[n] = {key: subset[key] for key in ("images", "objects", "positive_captions")}
     return FileReport(
         path=shown,

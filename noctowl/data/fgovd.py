@@ -255,14 +255,18 @@ def processable(
     return fits & (annotations.n_negatives >= n_negatives) if short == "drop" else fits
 
 
-def subset_counts(annotations: Annotations, kept: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """What a selection of vocabularies holds, and what it leaves behind in the images that it touches.
+def subset_counts(
+    annotations: Annotations, kept: npt.NDArray[np.bool_], n_negatives: int = 0, short: Short = "drop"
+) -> dict[str, Any]:
+    """What a selection of vocabularies (`processable` with the same N and `short`) holds, and what it leaves behind.
 
-    `forced_fn_*`: objects and positive captions outside the selection, in images with something inside: the published
-    evaluation counts them as misses. `annotation_ids_sha1`: of the kept annotation ids, sorted, joined by commas.
+    `forced_fn_*`: objects and positive captions that do not fit, in images where something does: the published
+    evaluation counts them as misses. Vocabularies that are left out for too few negatives are not among them.
+    `annotation_ids_sha1`: of the kept annotation ids, sorted, joined by commas.
     """
     inside = kept[annotations.object_vocab]  # [A]
-    forced = ~kept & np.isin(annotations.vocab_image, annotations.vocab_image[kept])  # [V]
+    asked = annotations.n_negatives >= (n_negatives if short == "drop" else 0)  # [V]
+    forced = asked & ~kept & np.isin(annotations.vocab_image, annotations.vocab_image[kept])  # [V]
     ids = ",".join(map(str, np.sort(annotations.object_ids[inside])))
     return {
         "images": len(np.unique(annotations.vocab_image[kept])),

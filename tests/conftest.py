@@ -1,0 +1,64 @@
+"""Fixtures that several rooms share: the reference material beside the checkout, and small hand-made FG-OVD files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder ../shared: published annotation files, real images, golden numbers."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no reference material: {SHARED} is absent")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def coco_mini(shared: Path) -> Path:
+    """A data root with 35 real COCO images and the annotations that belong to them."""
+    root = shared / "data" / "coco_mini"
+    if not root.is_dir():
+        pytest.skip(f"no real images: {root} is absent")
+    return root
+
+
+@pytest.fixture
+def fgovd() -> dict[str, Any]:
+    """A small valid FG-OVD file: 2 images (ids 0 and 7), 3 vocabularies, 4 objects, ids with gaps, no iscrowd."""
+    captions = ["A red cup.", "A blue cup.", "A green cup.", "A wooden chair.", "A plastic chair.", "A striped cat."]
+    return {
+        "images": [
+            {"id": 0, "width": 100, "height": 50, "file_name": "val2017/000000000000.jpg"},
+            {
+                "id": 7,
+                "width": 64,
+                "height": 64,
+                "coco_url": "http://images.cocodataset.org/train2017/000000000007.jpg",
+            },
+        ],
+        "categories": [{"id": 10 * i, "name": caption} for i, caption in enumerate(captions)],
+        "annotations": [
+            {"id": 0, "image_id": 0, "category_id": 0, "bbox": [10, 5, 20, 30], "neg_category_ids": [10, 20]},
+            {"id": 3, "image_id": 7, "category_id": 30, "bbox": [0, 0, 64, 64], "neg_category_ids": [40]},
+            {"id": 9, "image_id": 0, "category_id": 0, "bbox": [50.5, 0, 10, 10], "neg_category_ids": [10, 20]},
+            {"id": 4, "image_id": 0, "category_id": 50, "bbox": [1, 2, 3, 4]},
+        ],
+    }
+
+
+@pytest.fixture
+def write_fgovd(tmp_path: Path) -> Callable[..., Path]:
+    """write_fgovd(data, name="1_attributes") -> tmp_path/annotations/benchmarks/<name>.json, written."""
+
+    def write(data: Any, name: str = "1_attributes", folder: str = "benchmarks") -> Path:
+        path = tmp_path / "annotations" / folder / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+    return write
