@@ -16,6 +16,7 @@ convention, `ground_truth`:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -66,56 +67,34 @@ def score(
     _check_choice("ground_truth", ground_truth, get_args(Convention))
     _check_choice("short_vocabularies", short_vocabularies, get_args(Short))
     _check_choice("recall_thresholds", recall_thresholds, get_args(Thresholds))
-    tokens = np.zeros(len(annotations.category_ids), int) if lengths is None else np.asarray(lengths)
-    row = _rows_of(annotations, predictions)
     metrics: dict[str, float] = {}
     counts: dict[str, dict[str, int]] = {}
     ranks: dict[str, dict[int, int]] = {}
     for n in n_negatives:
-        kept = processable(annotations, tokens, n, limit, short_vocabularies)  # [V]
-        _require(annotations, predictions, kept & (row < 0), n)
-        vocab = np.flatnonzero(kept)  # [W]
-        found = _suppress(predictions.at(n, row[vocab], top=top), nms_iou)
-        det_vocab = np.repeat(vocab, np.diff(found.offsets))  # [D]
-        column = annotations.vocab_columns[annotations.vocab_offsets[det_vocab] + found.columns]
-        inside = kept[annotations.object_vocab]  # [A]
-        object_image = annotations.vocab_image[annotations.object_vocab]
-        scored = inside
-        if ground_truth == "unmasked":
-            lacking = (annotations.n_negatives < n) & (short_vocabularies == "drop")
-            scored = np.isin(object_image, annotations.vocab_image[det_vocab]) & ~lacking[annotations.object_vocab]
-        figures: dict[str, float | None] = dict(
-            score_boxes(
-                detections=Detections(
-                    image=annotations.vocab_image[det_vocab],
-                    label=annotations.category_ids[column],
-                    boxes=found.boxes,
-                    scores=found.scores,
-                ),
-                ground_truth=GroundTruth(
-                    image=object_image[scored],
-                    label=annotations.positive_ids[annotations.object_vocab[scored]],
-                    boxes=annotations.object_boxes[scored],
-                    area=annotations.object_area[scored],
-                ),
-                thresholds=recall_thresholds,
-            ).summary()
+        case = collect(
+            annotations,
+            predictions,
+            n=n,
+            lengths=lengths,
+            limit=limit,
+            ground_truth=ground_truth,
+            short_vocabularies=short_vocabularies,
+            nms_iou=nms_iou,
+            top=top,
         )
+        result = score_boxes(detections=case.detections, ground_truth=case.objects, thresholds=recall_thresholds)
         rank = object_ranks(
-            object_boxes=annotations.object_boxes[inside],
-            object_group=np.searchsorted(vocab, annotations.object_vocab[inside]),
-            boxes=found.boxes,
-            offsets=found.offsets,
-            logits=predictions.logits[found.rows, : n + 1],
+            object_boxes=annotations.object_boxes[case.inside],
+            object_group=np.searchsorted(np.flatnonzero(case.kept), annotations.object_vocab[case.inside]),
+            boxes=case.found.boxes,
+            offsets=case.found.offsets,
+            logits=predictions.logits[case.found.rows, : n + 1],
         )
+        figures: dict[str, float | None] = dict(result.summary())
         figures |= {"rank_mean": mean_rank(rank), "rank_median": median_rank(rank, published=published_median)}
         metrics |= {f"n{n}/{name}": value for name, value in figures.items() if value is not None}
-        ranks[f"n{n}"] = dict(zip(annotations.object_ids[inside].tolist(), rank.tolist()))
-        counts[f"n{n}"] = _counts(annotations, kept, n, short_vocabularies) | {
-            "objects_scored": int(scored.sum()),
-            "objects_forced_missed": int((scored & ~inside).sum()),
-            "detections": len(found.scores),
-        }
+        ranks[f"n{n}"] = dict(zip(annotations.object_ids[case.inside].tolist(), rank.tolist()))
+        counts[f"n{n}"] = _counts(annotations, case, n, short_vocabularies)
     settings = {
         "token_limit": None if lengths is None else limit,
         "ground_truth": ground_truth,
@@ -126,6 +105,65 @@ def score(
         "published_median": published_median,
     }
     return {"metrics": metrics, "counts": counts, "ranks": ranks, "settings": settings}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What is scored at one N."""
+
+    kept: Bool[ndarray, "V"]  # vocabularies that take part
+    found: TopDetections  # NMS survivors of the vocabularies that take part
+    detections: Detections
+    inside: Bool[ndarray, "A"]  # objects that take part
+    scored: Bool[ndarray, "A"]  # objects that count in AP
+    objects: GroundTruth  # these
+
+
+def collect(
+    annotations: Annotations,
+    predictions: Predictions,
+    *,
+    n: int,
+    lengths: npt.ArrayLike | None,
+    limit: int = TOKEN_LIMIT,
+    ground_truth: Convention = "unmasked",
+    short_vocabularies: Short = "drop",
+    nms_iou: float = 0.5,
+    top: int = 100,
+) -> Case:
+    """Steps 1 and 2 and the ground truth of step 3 for one N; arguments and errors as in `score`."""
+    tokens = np.zeros(len(annotations.category_ids), int) if lengths is None else lengths
+    kept = processable(annotations, tokens, n, limit, short_vocabularies)  # [V]
+    row = _rows_of(annotations, predictions)
+    _require(annotations, predictions, kept & (row < 0), n)
+    vocab = np.flatnonzero(kept)  # [W]
+    found = _suppress(predictions.at(n, row[vocab], top=top), nms_iou)
+    det_vocab = np.repeat(vocab, np.diff(found.offsets))  # [D]
+    column = annotations.vocab_columns[annotations.vocab_offsets[det_vocab] + found.columns]
+    inside = kept[annotations.object_vocab]  # [A]
+    object_image = annotations.vocab_image[annotations.object_vocab]
+    scored = inside
+    if ground_truth == "unmasked":
+        lacking = (annotations.n_negatives < n) & (short_vocabularies == "drop")  # [V]
+        scored = np.isin(object_image, annotations.vocab_image[det_vocab]) & ~lacking[annotations.object_vocab]
+    return Case(
+        kept=kept,
+        found=found,
+        detections=Detections(
+            image=annotations.vocab_image[det_vocab],
+            label=annotations.category_ids[column],
+            boxes=found.boxes,
+            scores=found.scores,
+        ),
+        inside=inside,
+        scored=scored,
+        objects=GroundTruth(
+            image=object_image[scored],
+            label=annotations.positive_ids[annotations.object_vocab[scored]],
+            boxes=annotations.object_boxes[scored],
+            area=annotations.object_area[scored],
+        ),
+    )
 
 
 def _suppress(found: TopDetections, threshold: float) -> TopDetections:
@@ -169,13 +207,16 @@ def _require(annotations: Annotations, predictions: Predictions, missing: Bool[n
     )
 
 
-def _counts(annotations: Annotations, kept: Bool[ndarray, "V"], n: int, short: Short) -> dict[str, int]:
+def _counts(annotations: Annotations, case: Case, n: int, short: Short) -> dict[str, int]:
     too_few = (annotations.n_negatives < n) & (short == "drop")
-    reasons = {"": kept, "_dropped_short": too_few, "_dropped_tokens": ~kept & ~too_few}
-    return {"images": len(np.unique(annotations.vocab_image[kept]))} | {
-        f"{what}{reason}": int(mask[where].sum())
-        for what, where in (("vocabularies", slice(None)), ("objects", annotations.object_vocab))
-        for reason, mask in reasons.items()
+    reasons = {"": case.kept, "_dropped_short": too_few, "_dropped_tokens": ~case.kept & ~too_few}
+    counts = {"images": len(np.unique(annotations.vocab_image[case.kept]))}
+    for what, where in (("vocabularies", slice(None)), ("objects", annotations.object_vocab)):
+        counts |= {f"{what}{reason}": int(mask[where].sum()) for reason, mask in reasons.items()}
+    return counts | {
+        "objects_scored": int(case.scored.sum()),
+        "objects_forced_missed": int((case.scored & ~case.inside).sum()),
+        "detections": len(case.found.scores),
     }
 
 
