@@ -9,7 +9,7 @@ Decisions, made once:
 - EXIF orientation. The annotation file's width x height is the frame that boxes are in, so it decides: pixels as they
   are stored if that is their size, turned upright if the upright picture has it. Where both fit (square images, and the
   orientations that mirror or turn by 180 degrees) the pixels as stored are taken: COCO's boxes are drawn on those.
-  Without an expected size (a user's own photograph) the picture is turned upright.
+  Without an expected size (a user's own photograph) the picture is turned upright. TIFFs are turned by Pillow itself.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,11 @@ def load_image(path: str | Path, *, expected_size: tuple[int, int] | None = None
                 raise ImageError(
                     "corrupt", f"{path}: {image.width} x {image.height} pixels; at most {MAX_PIXELS} are read."
                 )
+            header = image.size
             image.load()
+            if image.size != header:  # Pillow scrambles uncompressed TIFFs whose orientation swaps the sides
+                sizes = f"{image.width} x {image.height} pixels, its header says {header[0]} x {header[1]}"
+                raise ImageError("corrupt", f"{path}: decoded to {sizes}. Save it again without an orientation.")
             upright, turn = _orient(image, path, expected_size)
             return LoadedImage(_to_rgb(upright, path), turn)
     except ImageError:
