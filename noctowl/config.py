@@ -86,12 +86,15 @@ class Data:
     token_policy: Literal["drop", "truncate", "error"]
     coarse_names: str
     coarse_file: str | None
+    coarse_val_file: str | None
+    coarse_nms_iou: float | None = field(metadata={"gt": 0, "le": 1})
 
 
 @dataclass
 class Synthetic(Data):
-    """A data set that is written into a cache folder the first time it is used."""
+    """A data set that is written into a cache folder, `root`, the first time it is used."""
 
+    name: Literal["synthetic"]
     seed: int = ranged(ge=0)
     n_train: int = ranged(ge=1)
     n_val: int = ranged(ge=1)
@@ -173,7 +176,7 @@ class Selection:
 @dataclass
 class Common:
     model: Model
-    data: Data | Synthetic
+    data: Synthetic | Data
     features: Features
     benchmark: Benchmark
     trainer: Trainer

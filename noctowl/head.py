@@ -33,10 +33,12 @@ def cosine(
     """
     embeddings, queries = unit(embeddings.float()), queries.float()
     if query_epsilon:
-        queries = queries / torch.linalg.vector_norm(queries, dim=-1, keepdim=True) + EPS
+        # The floor keeps padding (zero queries) from becoming NaN, which would reach the gradient through 0 * NaN.
+        queries = queries / torch.linalg.vector_norm(queries, dim=-1, keepdim=True).clamp(min=1e-12) + EPS
     else:
         queries = unit(queries)
-    return embeddings @ queries.transpose(-1, -2)  # [*b, P, C]
+    # Queries on the left: rounds like the published implementation, bit by bit.
+    return (queries @ embeddings.transpose(-1, -2)).transpose(-1, -2)  # [*b, P, C]
 
 
 class ClassHead:

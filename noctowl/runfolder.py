@@ -9,11 +9,12 @@ import platform
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -73,12 +74,26 @@ def create_run_folder(output_dir: str | Path, name: str, explicit: str | None = 
     return folder
 
 
-def write_text(path: Path, text: str) -> None:
-    """Atomic: the file is complete or not there."""
+@contextmanager
+def atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to that appears at `path` complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """UTF-8, atomic."""
+    with atomic(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,160 @@
+"""From a configuration to the objects of a run: folders, detector, suites. Only `run.py` calls this.
+
+`tree` is a checked, plain configuration (see `noctowl.config`).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noctowl import runfolder, training
+from noctowl.compose import conf_dir
+from noctowl.data.files import find_annotations, find_benchmarks, find_file, find_images
+from noctowl.data.synthetic import SyntheticSettings, synthetic_root
+from noctowl.errors import DataError
+from noctowl.eval.suite import Suite, default_negatives
+from noctowl.export import load_head
+from noctowl.features import TextBank
+from noctowl.model import OwlDetector
+
+Tree = dict[str, Any]
+
+
+def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
+    """Model and data of the run that is evaluated, unless the command line names others."""
+    for source in (tree["checkpoint"], tree["predictions"]):
+        if source is None:
+            continue
+        run = next((p for p in (Path(source), Path(source).parent) if (p / "config.yaml").is_file()), None)
+        if run is not None:
+            config = runfolder.read_config(run)
+            for group in ("model", "data"):
+                if not any(o.lstrip("+~").split("=")[0].split(".")[0] == group for o in overrides):
+                    tree = {**tree, group: config[group]}
+    return tree
+
+
+def locate(data: Mapping[str, Any]) -> dict[str, Path]:
+    """Folders of annotations and images; the synthetic world is written first if it is not there yet."""
+    root = Path(data["root"]).expanduser()
+    if data["name"] == "synthetic":
+        sizes = {key: data[key] for key in ("seed", "n_train", "n_val", "n_test")}
+        root = synthetic_root(root, SyntheticSettings(**sizes))
+    return {
+        "annotations": find_annotations(root, data["annotations"]),
+        "images": find_images(root, data["images"]),
+    }
+
+
+def pick_device(accelerator: str) -> torch.device:
+    """The device that evaluation and feature building run on: the one Lightning gives to this process."""
+    if accelerator in ("auto", "gpu") and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if accelerator in ("auto", "mps") and torch.backends.mps.is_available():
+        return torch.device("mps")
+    if accelerator in ("gpu", "mps"):
+        raise DataError(f"trainer.accelerator={accelerator}: none is available here; use trainer=cpu")
+    return torch.device("cpu")
+
+
+def load_detector(model: Mapping[str, Any]) -> OwlDetector:
+    """The base model of a configuration. A relative source is looked for here, then beside the project's conf/."""
+    source = str(model["source"])
+    beside = conf_dir().parent / source
+    if not Path(source).exists() and beside.exists():
+        source = str(beside)
+    if model["weights"] == "random" and not Path(source).exists():
+        source = str(model["name"])  # the architecture; no hub needed
+    return OwlDetector.from_pretrained(
+        source,
+        revision=model["revision"],
+        weights=model["weights"],
+        seed=model["recipe"]["seed"],
+        expect=model["model_type"],
+        attention=model["attention"],
+    )
+
+
+def load_checkpoint(checkpoint: str | None, model: Mapping[str, Any]) -> OwlDetector:
+    """A run's selected head on its base, an exported folder, a hub model; None: the base as it is."""
+    if checkpoint is None:
+        return load_detector(model)
+    head = Path(checkpoint) / "checkpoints" / "best.safetensors"
+    if (Path(checkpoint) / "config.yaml").is_file():
+        detector = load_detector(model)
+        load_head(head, detector)
+        return detector
+    return load_detector({**model, "source": checkpoint, "weights": "pretrained", "revision": None})
+
+
+def work_of(tree: Tree, device: torch.device) -> Tree:
+    """How images are fed to the towers outside of training."""
+    precision = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(tree["trainer"]["precision"])
+    return {
+        "batch_size": tree["benchmark"]["batch_size"],
+        "num_workers": tree["trainer"]["num_workers"],
+        "device": device,
+        "autocast": precision,
+    }
+
+
+def conventions_of(tree: Tree) -> Tree:
+    """Keyword arguments of the FG-OVD scorer."""
+    keys = ("ground_truth", "short_vocabularies", "nms_iou", "top")
+    chosen = {key: tree["benchmark"][key] for key in keys}
+    return {**chosen, "published_median": tree["compat"] == "published"}
+
+
+def benchmark_suite(tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank) -> Suite:
+    """All benchmark files asked for, and the coarse file if there is one."""
+    files = find_benchmarks(place["annotations"], tree["benchmark"]["names"])
+    asked = tree["benchmark"]["n_negatives"]
+    return _suite(tree, detector, place, bank, files, asked, tree["benchmark"]["short_vocabularies"], "coarse_file")
+
+
+def validation_suite(tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank) -> Suite:
+    """The validation file at the N that selects, and the coarse validation file if there is one."""
+    file = find_file(place["annotations"], tree["data"]["val_file"])
+    asked = [tree["selection"]["n_negatives"]]
+    short = tree["data"]["short_vocabularies"]
+    return _suite(tree, detector, place, bank, {"validation": file}, asked, short, "coarse_val_file")
+
+
+def _suite(
+    tree: Tree,
+    detector: OwlDetector,
+    place: Mapping[str, Path],
+    bank: TextBank,
+    files: Mapping[str, Path],
+    n_negatives: Sequence[int] | None,
+    short: Any,
+    coarse_key: str,
+) -> Suite:
+    suite = Suite.build(
+        files,
+        n_negatives={name: tuple(n_negatives or default_negatives(name)) for name in files},
+        images=training.make_images(detector, place["images"], tree["model"]["pad_value"]),
+        bank=bank,
+        short_vocabularies=short,
+        top=tree["benchmark"]["top"],
+        settings={"base": detector.base_id, "base_sha256": detector.content_hash()},
+    )
+    if tree["data"][coarse_key] is not None:
+        file = find_file(place["annotations"], tree["data"][coarse_key])
+        suite.add_coarse(file, nms_iou=tree["data"]["coarse_nms_iou"])
+    return suite
+
+
+def validation_figures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Short names: "fgovd/validation/n10/map" -> "map", "lvis/ap" -> "lvis_ap"; the other convention is left out."""
+    figures = {}
+    for key, value in metrics.items():
+        parts = key.split("/")
+        if parts[0] == "lvis":
+            figures["_".join(parts)] = value
+        elif len(parts) == 4:
+            figures[parts[3]] = value
+    return figures

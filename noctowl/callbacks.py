@@ -1,0 +1,151 @@
+"""What happens around the steps of training: choosing a checkpoint, averaging the head, watching the loader."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from timm.utils import ModelEmaV3
+
+from noctowl.export import save_head
+from noctowl.module import NoctOWL
+
+
+class HeadEma(pl.Callback):
+    """Exponential moving average of the trainable layer (timm); what is evaluated and kept is the average."""
+
+    def __init__(self, decay: float):
+        self.decay = decay
+        self.average: ModelEmaV3 | None = None
+        self._restored: dict[str, Any] = {}
+        self._updates = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start from the weights that training starts from, or from what a checkpoint held."""
+        assert isinstance(pl_module, NoctOWL)
+        layer = pl_module.detector.head.dense0
+        self.average = ModelEmaV3(layer, decay=self.decay, device=layer.weight.device)
+        self._updates = trainer.global_step
+        if self._restored:
+            self.average.module.load_state_dict(self._restored)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """One update per optimiser step, not per accumulated batch."""
+        assert isinstance(pl_module, NoctOWL)
+        assert self.average is not None
+        if trainer.global_step > self._updates:
+            self._updates = trainer.global_step
+            self.average.update(pl_module.detector.head.dense0)
+
+    @contextmanager
+    def applied(self, pl_module: NoctOWL) -> Iterator[None]:
+        """The average in place of the trained weights."""
+        assert self.average is not None
+        layer = pl_module.detector.head.dense0
+        trained = {name: value.clone() for name, value in layer.state_dict().items()}
+        layer.load_state_dict(self.average.module.state_dict())
+        try:
+            yield
+        finally:
+            layer.load_state_dict(trained)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, for resumed runs."""
+        return {} if self.average is None else dict(self.average.module.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse; taken up when training starts."""
+        self._restored = dict(state_dict)
+
+
+class Selection(pl.Callback):
+    """Evaluates the head every few epochs and keeps the best one as checkpoints/best.safetensors.
+
+    Args:
+        evaluate: gives the validation figures of the module as it stands; must be called by all processes.
+        metric: the figure that decides, larger is better.
+        path: where the best head goes.
+        every_n_epochs: 0 = never: the last epoch is kept.
+        start: what the first epoch has to beat. The published code starts at 0, so that an epoch with a validation mAP
+            of 0 is never kept and a run of such epochs keeps nothing; here this is -inf unless compat=published.
+        ema: evaluate and keep its average.
+    """
+
+    def __init__(
+        self,
+        *,
+        evaluate: Callable[[], dict[str, float]],
+        metric: str,
+        path: Path,
+        every_n_epochs: int = 1,
+        start: float = -float("inf"),
+        ema: HeadEma | None = None,
+    ):
+        self.evaluate, self.metric, self.path = evaluate, metric, path
+        self.every_n_epochs, self.best, self.ema = every_n_epochs, start, ema
+        self.best_epoch: int | None = None
+        self.history: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Evaluate where it is due; keep the head where it is better than all before."""
+        assert isinstance(pl_module, NoctOWL)
+        epoch = trainer.current_epoch
+        if self.ema is None:
+            self._step(trainer, pl_module, epoch)
+        else:
+            with self.ema.applied(pl_module):
+                self._step(trainer, pl_module, epoch)
+
+    def _step(self, trainer: pl.Trainer, module: NoctOWL, epoch: int) -> None:
+        last = epoch + 1 == trainer.max_epochs
+        if not self.every_n_epochs:
+            if last:
+                self._keep(trainer, module, epoch, {})
+            return
+        if (epoch + 1) % self.every_n_epochs and not last:
+            return
+        figures = self.evaluate()
+        self.history.append({"epoch": epoch, **figures})
+        module.log_dict({f"val/{k}": v for k, v in figures.items()}, on_epoch=True, rank_zero_only=True)
+        value = figures.get(self.metric, -float("inf"))
+        if value > self.best:
+            self.best = value
+            self._keep(trainer, module, epoch, {self.metric: value})
+
+    def _keep(self, trainer: pl.Trainer, module: NoctOWL, epoch: int, figures: dict[str, float]) -> None:
+        self.best_epoch = epoch
+        if trainer.is_global_zero:
+            facts = {"epoch": str(epoch), **{k: repr(v) for k, v in figures.items()}}
+            save_head(self.path, module.detector, facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best value so far, for resumed runs."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse."""
+        self.best, self.best_epoch = state_dict["best"], state_dict["best_epoch"]
+        self.history = state_dict["history"]
+
+
+class DataWait(pl.Callback):
+    """Logs the seconds that a step waits for its batch: the sign of too few workers or a slow disk."""
+
+    def __init__(self) -> None:
+        self._ready = time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The clock of the first batch."""
+        self._ready = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """The batch has come."""
+        waited = torch.tensor(time.perf_counter() - self._ready)
+        pl_module.log("train/data_wait", waited, on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """The next one is awaited from here."""
+        self._ready = time.perf_counter()

@@ -1,0 +1,213 @@
+"""One forward per distinct image serves every vocabulary, every benchmark and every N.
+
+OWL scores captions independently of each other, so an image's tokens are scored against all captions that any benchmark
+asks of it at once, and N only selects columns of the result.
+
+Legend: P patches, Q distinct captions of one image, C columns of one vocabulary, K coarse names.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noctowl.boxes import from_frame
+from noctowl.data.fgovd import processable
+from noctowl.data.records import Annotations
+from noctowl.eval.ap import Detections
+from noctowl.eval.lvis import select_top_class
+from noctowl.eval.outcome import Outcome
+from noctowl.eval.predictions import Predictions, select_rows
+from noctowl.features import ImageSet, TextBank
+from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.text import token_lengths
+
+
+@dataclass
+class Benchmark:
+    """One annotation file that is to be scored, and what of it can be processed.
+
+    `needed` bool [V]: vocabularies that are processable at one requested N at least. `caption_rows` int64 [K]: rows in
+    the text bank, -1 for captions that no needed vocabulary reads or that are over the token limit.
+    """
+
+    annotations: Annotations
+    n_negatives: tuple[int, ...]
+    needed: np.ndarray
+    caption_rows: np.ndarray
+    lengths: np.ndarray | None
+    image_rows: np.ndarray
+
+
+@dataclass
+class Coarse:
+    """An LVIS-format file whose classes are scored on the same tokens ("noctowl" protocol: top class per patch).
+
+    `nms_iou` None: no suppression, as published for LVIS.
+    """
+
+    image_ids: np.ndarray  # int64 [I]
+    image_rows: np.ndarray  # int64 [I]
+    category_ids: np.ndarray  # int64 [K]
+    queries: Tensor  # [K, D]
+    nms_iou: float | None = None
+    top: int = 300
+
+
+def plan(
+    annotations: Annotations,
+    *,
+    n_negatives: Sequence[int],
+    bank: TextBank,
+    images: ImageSet,
+    short_vocabularies: str,
+) -> Benchmark:
+    """Which vocabularies and captions of a file have to be computed, and their rows in the text bank and the image set.
+
+    Under the bank's policy "drop" a vocabulary with a caption over the token limit among its first 1 + N is left out at
+    that N (FG-OVD paper, the "OWL subset"); under "truncate" nothing is left out.
+    """
+    lengths = _lengths(annotations, bank) if bank.policy == "drop" else None
+    short = np.full(len(annotations.captions), 2, np.int64) if lengths is None else lengths
+    needed = np.zeros(len(annotations), np.bool_)
+    used = np.zeros(len(annotations.captions), np.bool_)
+    for n in n_negatives:
+        keep = processable(annotations, short, n, short=short_vocabularies)  # type: ignore[arg-type]
+        needed |= keep
+        for v in np.flatnonzero(keep):
+            used[annotations.vocabulary(v)[: 1 + n]] = True
+    rows = np.full(len(annotations.captions), -1, np.int64)
+    rows[used] = bank.rows(annotations.captions.take(np.flatnonzero(used)))
+    file_images = np.unique(annotations.vocab_image[needed])
+    image_rows = np.full(len(annotations.image_ids), -1, np.int64)
+    image_rows[file_images] = images.add(
+        annotations.image_files.take(file_images), annotations.image_sizes[file_images]
+    )
+    return Benchmark(annotations, tuple(sorted(n_negatives)), needed, rows, lengths, image_rows)
+
+
+def _lengths(annotations: Annotations, bank: TextBank) -> np.ndarray:
+    """True token counts of the captions of a file; captions are counted, not encoded."""
+    return token_lengths(bank.detector.tokenizer, list(annotations.captions))
+
+
+@torch.no_grad()
+def predict(
+    detector: OwlDetector,
+    benchmarks: Mapping[str, Benchmark],
+    features: Iterable[tuple[list[int], ImageFeatures]],
+    *,
+    images: ImageSet,
+    embeddings: Tensor,
+    top: int,
+    settings: Mapping[str, Any],
+    coarse: Coarse | None = None,
+) -> Outcome:
+    """Score every needed vocabulary on the images that `features` delivers.
+
+    Args:
+        features: (rows of `images`, their features) a batch at a time.
+        embeddings: the text bank's, [M, D].
+        top: detections kept per vocabulary and N.
+        settings: what the predictions come from (JSON), kept inside them.
+
+    Returns:
+        Predictions of each benchmark for the images delivered, coarse detections, and how often the towers ran: the
+        claim "once" in figures.
+    """
+    by_image = {name: _vocabularies_by_image(b) for name, b in benchmarks.items()}
+    parts: dict[str, list[tuple[int, int, np.ndarray, np.ndarray]]] = {name: [] for name in benchmarks}
+    detections: list[Detections] = []
+    counters = {"image_forwards": 0, "vocabularies": 0}
+    for rows, batch in features:
+        for i, row in enumerate(rows):
+            counters["image_forwards"] += 1
+            tokens = batch.tokens[i : i + 1]  # [1, P, Dv]
+            boxes = from_frame(batch.boxes[i].float().cpu(), *images.sizes[row], detector.frame)  # [P, 4] pixels
+            wanted = [(name, v) for name, index in by_image.items() for v in index.get(row, ())]
+            if wanted:
+                _score_image(detector, benchmarks, wanted, tokens, boxes.numpy(), embeddings, top, parts)
+                counters["vocabularies"] += len(wanted)
+            if coarse is not None and row in coarse.image_rows:
+                image_id = int(coarse.image_ids[np.flatnonzero(coarse.image_rows == row)[0]])
+                queries = coarse.queries.to(tokens.device)[None]
+                logits = detector.score(tokens, queries).logits[0].float().cpu().numpy()  # [P, K]
+                detections.append(
+                    select_top_class(logits, boxes.numpy(), image_id, coarse.category_ids, coarse.nms_iou, coarse.top)
+                )
+    predictions = {name: _join(parts[name], b, top, settings) for name, b in benchmarks.items()}
+    return Outcome(predictions, Detections.concatenate(detections) if coarse is not None else None, counters)
+
+
+def _join(
+    parts: list[tuple[int, int, np.ndarray, np.ndarray]], benchmark: Benchmark, top: int, settings: Mapping[str, Any]
+) -> Predictions:
+    """One Predictions from (image id, category id, boxes [r, 4], logits [r, C_v]) of each vocabulary."""
+    width = 1 + max(benchmark.n_negatives)
+    counts = [len(boxes) for _, _, boxes, _ in parts]
+    logits = np.full((sum(counts), width), -np.inf, np.float32)
+    boxes = np.zeros((sum(counts), 4), np.float32)
+    start = 0
+    for _, _, own_boxes, own_logits in parts:
+        stop = start + len(own_boxes)
+        boxes[start:stop], logits[start:stop, : own_logits.shape[1]] = own_boxes, own_logits
+        start = stop
+    file = {"annotations_sha256": benchmark.annotations.sha256}
+    return Predictions(
+        image_ids=np.array([image for image, *_ in parts], np.int64),
+        category_ids=np.array([category for _, category, *_ in parts], np.int64),
+        row_offsets=np.cumsum([0, *counts], dtype=np.int64),
+        boxes=boxes,
+        logits=logits,
+        n_negatives=benchmark.n_negatives,
+        top=top,
+        settings={**settings, **file},
+    )
+
+
+def _vocabularies_by_image(benchmark: Benchmark) -> dict[int, list[int]]:
+    """Row in the image set -> needed vocabularies of that image."""
+    index: dict[int, list[int]] = {}
+    for v in np.flatnonzero(benchmark.needed):
+        index.setdefault(int(benchmark.image_rows[benchmark.annotations.vocab_image[v]]), []).append(int(v))
+    return index
+
+
+def _score_image(
+    detector: OwlDetector,
+    benchmarks: Mapping[str, Benchmark],
+    wanted: list[tuple[str, int]],
+    tokens: Tensor,
+    boxes: np.ndarray,
+    embeddings: Tensor,
+    top: int,
+    parts: dict[str, list[tuple[int, int, np.ndarray, np.ndarray]]],
+) -> None:
+    """Logits of one image against all its captions, cut into vocabularies and appended to `parts`."""
+    columns = [_columns(benchmarks[name], v) for name, v in wanted]  # rows in the bank, -1 where not processable
+    distinct, inverse = np.unique(np.concatenate(columns), return_inverse=True)
+    queries = embeddings[torch.from_numpy(np.maximum(distinct, 0))].to(tokens.device)[None]  # [1, Q, D]
+    logits = detector.score(tokens, queries).logits[0].float().cpu().numpy()  # [P, Q]
+    logits[:, distinct < 0] = -np.inf
+    start = 0
+    for (name, v), own in zip(wanted, columns):
+        benchmark = benchmarks[name]
+        part = logits[:, inverse[start : start + len(own)]]  # [P, C]
+        start += len(own)
+        keep = select_rows(part, benchmark.n_negatives, top)
+        file = benchmark.annotations
+        key = (int(file.image_ids[file.vocab_image[v]]), int(file.positive_ids[v]))
+        parts[name].append((*key, boxes[keep], part[keep]))
+
+
+def _columns(benchmark: Benchmark, v: int) -> np.ndarray:
+    """Bank rows of a vocabulary's first 1 + max N captions; -1 from the first that cannot be processed."""
+    rows = benchmark.caption_rows[benchmark.annotations.vocabulary(v)[: 1 + max(benchmark.n_negatives)]]
+    missing = np.flatnonzero(rows < 0)
+    if len(missing):
+        rows = rows.copy()
+        rows[missing[0] :] = -1
+    return rows

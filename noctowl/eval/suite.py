@@ -1,0 +1,224 @@
+"""All benchmarks of one evaluation: planned together, predicted in one pass over the images, scored by one scorer.
+
+`Suite.predict` needs a model; `score_all` needs only annotations and predictions. The training callback, `evaluate.py`
+and the tests all go through these two.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+
+from noctowl.data.fgovd import Short, read_fgovd
+from noctowl.data.records import Annotations
+from noctowl.errors import DataError
+from noctowl.eval import fgovd, lvis
+from noctowl.eval.inference import Benchmark, Coarse, plan, predict
+from noctowl.eval.outcome import Outcome
+from noctowl.features import ImageSet, TextBank, chunks, encode
+from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.text import class_prompt
+
+ATTRIBUTES = ("color", "material", "pattern", "transparency")
+
+
+def default_negatives(name: str) -> tuple[int, ...]:
+    """N of the published tables: 5 for the difficulty benchmarks, 2 for those of one attribute type."""
+    return (2,) if name in ATTRIBUTES else (5,)
+
+
+@dataclass
+class Suite:
+    """What is to be evaluated, planned once for any number of heads of the same base model."""
+
+    benchmarks: dict[str, Benchmark]
+    images: ImageSet
+    bank: TextBank
+    top: int
+    coarse: Coarse | None = None
+    coarse_annotations: lvis.LvisAnnotations | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        files: Mapping[str, Path],
+        *,
+        n_negatives: Mapping[str, Sequence[int]],
+        images: ImageSet,
+        bank: TextBank,
+        short_vocabularies: Short = "drop",
+        top: int = 100,
+        settings: Mapping[str, Any] | None = None,
+    ) -> "Suite":
+        """Read the annotation files and encode the captions that any of them needs.
+
+        Raises DataError for damaged files, and for an N so large that no vocabulary of a file has as many negatives.
+        """
+        benchmarks = {}
+        for name, path in files.items():
+            annotations = read_fgovd(path)
+            check_negatives(annotations, n_negatives[name], short_vocabularies)
+            benchmarks[name] = plan(
+                annotations,
+                n_negatives=n_negatives[name],
+                bank=bank,
+                images=images,
+                short_vocabularies=short_vocabularies,
+            )
+        return cls(benchmarks, images, bank, top, settings=dict(settings or {}))
+
+    def add_coarse(self, path: Path, *, nms_iou: float | None) -> None:
+        """Score the classes of an LVIS-format file in the same pass: top class per patch, prompts 'a ' + name."""
+        annotations = lvis.read_lvis(path)
+        rows = self.bank.rows([class_prompt(name) for name in annotations.names])
+        self.coarse_annotations = annotations
+        self.coarse = Coarse(
+            image_ids=annotations.image_ids,
+            image_rows=self.images.add(annotations.image_files, annotations.image_sizes),
+            category_ids=annotations.category_ids,
+            queries=self.bank.embeddings[torch.from_numpy(rows)],
+            nms_iou=nms_iou,
+        )
+
+    @property
+    def image_rows(self) -> list[int]:
+        """Distinct images that have to be seen."""
+        used = [b.image_rows[b.image_rows >= 0] for b in self.benchmarks.values()]
+        if self.coarse is not None:
+            used.append(self.coarse.image_rows)
+        return np.unique(np.concatenate(used)).tolist() if used else []
+
+    def predict(
+        self,
+        detector: OwlDetector,
+        exchange: Path,
+        *,
+        batch_size: int,
+        num_workers: int,
+        device: torch.device,
+        stored: ImageFeatures | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> Outcome:
+        """One pass over the images, shared between the processes there are.
+
+        `stored` holds features of all images of the set; without it images are read and encoded. Several processes
+        exchange their parts through files in the folder `exchange`; every process gets the whole outcome.
+        """
+        state = PartialState(cpu=device.type == "cpu")
+        with state.split_between_processes(self.image_rows) as rows:
+            if stored is None:
+                features = encode(
+                    detector,
+                    self.images,
+                    rows,
+                    batch_size=batch_size,
+                    num_workers=num_workers,
+                    device=device,
+                    autocast=autocast,
+                )
+            else:
+                features = chunks(stored, rows, batch_size)
+            outcome = predict(
+                detector,
+                self.benchmarks,
+                features,
+                images=self.images,
+                embeddings=self.bank.embeddings,
+                top=self.top,
+                settings=self.settings,
+                coarse=self.coarse,
+            )
+        if state.num_processes == 1:
+            return outcome
+        outcome.save(exchange / f"part{state.process_index}")
+        state.wait_for_everyone()
+        parts = [Outcome.load(exchange / f"part{rank}") for rank in range(state.num_processes)]
+        state.wait_for_everyone()
+        shutil.rmtree(exchange / f"part{state.process_index}")
+        return Outcome.merge(parts)
+
+    def score(self, outcome: Outcome, conventions: Mapping[str, Any]) -> dict[str, Any]:
+        """`score_all` on this suite's files."""
+        files = {name: b.annotations for name, b in self.benchmarks.items()}
+        return score_all(files, outcome, conventions, lengths=self.lengths, coarse=self.coarse_annotations)
+
+    @property
+    def lengths(self) -> dict[str, np.ndarray | None]:
+        """Token counts of each file's captions [K]; None where the token rule is off."""
+        return {name: benchmark.lengths for name, benchmark in self.benchmarks.items()}
+
+
+def check_negatives(annotations: Annotations, n_negatives: Sequence[int], short: Short) -> None:
+    """Raises DataError for an N larger than any vocabulary of the file has, when short vocabularies are dropped."""
+    most = int(annotations.n_negatives.max(initial=0))
+    beyond = [n for n in n_negatives if n > most]
+    if beyond and short == "drop":
+        raise DataError(
+            f"{annotations.path}: N = {beyond[0]} negatives asked, no vocabulary has more than {most}. "
+            f"Allowed: benchmark.n_negatives up to {most}, or short_vocabularies=keep."
+        )
+
+
+def score_all(
+    annotations: Mapping[str, Annotations],
+    outcome: Outcome,
+    conventions: Mapping[str, Any],
+    *,
+    lengths: Mapping[str, np.ndarray | None],
+    coarse: lvis.LvisAnnotations | None = None,
+    n_negatives: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Figures of every benchmark and N, under both ground-truth conventions.
+
+    Args:
+        conventions: keyword arguments of `noctowl.eval.fgovd.score`; its `ground_truth` is the one whose figures stand
+            at "fgovd/<name>/n<N>/map", the other's stand at "fgovd/<name>/n<N>/<other>/map".
+        lengths: token counts of the captions of each file, None where the token rule is off.
+        coarse: the LVIS-format file of the coarse detections.
+        n_negatives: None for all N that the predictions were made for.
+
+    Returns:
+        {"metrics": flat, "counts": by benchmark and N, "ranks": by benchmark, N and annotation id}
+    """
+    metrics: dict[str, float] = {}
+    counts: dict[str, Any] = {}
+    ranks: dict[str, Any] = {}
+    first = conventions["ground_truth"]
+    other = "masked" if first == "unmasked" else "unmasked"
+    for name, predictions in outcome.predictions.items():
+        file = annotations[name]
+        found = predictions.settings.get("annotations_sha256")
+        if found != file.sha256:
+            raise DataError(
+                f"{name}: the predictions were made for another version of {file.path} (sha256 {found}, the file has "
+                f"{file.sha256}). Predict again, or point data.root to the file they were made for."
+            )
+        for convention in (first, other):
+            options = {**conventions, "ground_truth": convention}
+            result = fgovd.score(
+                file, predictions, n_negatives=n_negatives or predictions.n_negatives, lengths=lengths[name], **options
+            )
+            for key, value in result["metrics"].items():
+                n, figure = key.split("/")
+                if convention == first:
+                    metrics[f"fgovd/{name}/{n}/{figure}"] = value
+                elif figure.startswith(("map", "mar")):
+                    metrics[f"fgovd/{name}/{n}/{convention}/{figure}"] = value
+            if convention == first:
+                ranks[name] = result["ranks"]
+            for n, values in result["counts"].items():
+                entry = counts.setdefault(f"fgovd/{name}", dict(file.counts)).setdefault(n, {})
+                scored = ("objects_scored", "objects_forced_missed")
+                entry.update({k: v for k, v in values.items() if k not in scored})
+                entry[convention] = {k: values[k] for k in scored}
+    if coarse is not None and outcome.coarse is not None:
+        metrics.update({f"lvis/{key}": value for key, value in lvis.score(outcome.coarse, coarse).items()})
+        counts["lvis"] = {"images": len(coarse.image_ids), "classes": len(coarse.category_ids)}
+        counts["lvis"] |= {"objects": len(coarse.objects.image), "detections": len(outcome.coarse.image)}
+    return {"metrics": metrics, "counts": counts, "ranks": ranks}

@@ -1,0 +1,195 @@
+"""One training run on plain arguments: data to items, module, trainer, best head back in the detector.
+
+`run.py` calls this with what the configuration says; nothing here knows configuration files.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
+from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
+
+from noctowl.callbacks import DataWait, HeadEma, Selection
+from noctowl.data.datamodule import DataModule, TrainingSet
+from noctowl.data.fgovd import Short, processable, read_fgovd
+from noctowl.data.images import Preprocessor
+from noctowl.errors import DataError
+from noctowl.features import ImageSet, Mode, TextBank, choose_mode, store
+from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.module import NoctOWL
+from noctowl.text import class_prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainingData:
+    """Items to train on and what was left out of them."""
+
+    dataset: TrainingSet
+    counts: dict[str, int]
+
+
+def coarse_names(source: str, annotations: Path) -> list[str]:
+    """Names for distillation: "lvis_v1", an LVIS-format json (categories by id) or a text file with one name a line.
+
+    Relative paths are tried below the annotations' folder first. Raises DataError where nothing is found.
+    """
+    if source == "lvis_v1":
+        text = resources.files("noctowl").joinpath("data/lvis_v1_names.txt").read_text(encoding="utf-8")
+        return [line for line in text.splitlines() if line and not line.startswith("#")]
+    path = next((p for p in (annotations / source, Path(source)) if p.is_file()), None)
+    if path is None:
+        raise DataError(
+            f"data.coarse_names: {source!r} is neither lvis_v1 nor a file (looked for {annotations / source}, {source})"
+        )
+    if path.suffix == ".json":
+        try:
+            categories = json.loads(path.read_text(encoding="utf-8"))["categories"]
+            names = [str(c["name"]) for c in sorted(categories, key=lambda c: c["id"])]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: not an LVIS-format file ({type(error).__name__}: {error})") from error
+    else:
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not names:
+        raise DataError(f"{path}: holds no names")
+    return names
+
+
+def training_data(
+    file: Path,
+    *,
+    detector: OwlDetector,
+    images: ImageSet,
+    bank: TextBank,
+    n_negatives: int,
+    short_vocabularies: Short,
+) -> TrainingData:
+    """The vocabularies of a file that can be trained on: token rule over positive and negatives, enough negatives.
+
+    Raises DataError if none is left.
+    """
+    annotations = read_fgovd(file)
+    rows = bank.caption_rows(annotations)
+    lengths = bank.lengths[rows] if bank.policy == "drop" else np.zeros(len(rows), np.int64)
+    kept = processable(annotations, lengths, n_negatives, detector.text_limit, short_vocabularies)
+    counts = {
+        **annotations.counts,
+        "vocabularies": len(annotations),
+        "vocabularies_trained": int(kept.sum()),
+        "objects_trained": int(kept[annotations.object_vocab].sum()),
+        "captions_over_limit": int((bank.lengths[rows] > detector.text_limit).sum()),
+    }
+    if not kept.any():
+        raise DataError(
+            f"{file}: none of its {len(annotations)} vocabularies can be trained on. Longest negative list: "
+            f"{int(annotations.n_negatives.max())}, asked: data.n_negatives={n_negatives}; captions over "
+            f"{detector.text_limit} tokens: {counts['captions_over_limit']} of {len(rows)} "
+            f"(data.token_policy={bank.policy}). Lower n_negatives, or set data.short_vocabularies=keep or "
+            "data.token_policy=truncate."
+        )
+    used = np.unique(annotations.vocab_image[kept])
+    image_rows = np.full(len(annotations.image_ids), -1, np.int64)
+    image_rows[used] = images.add(annotations.image_files.take(used), annotations.image_sizes[used])
+    dataset = TrainingSet(
+        annotations, kept, n_negatives, images, image_rows, bank.embeddings, rows, detector.frame, stored=None
+    )
+    return TrainingData(dataset, counts)
+
+
+def make_loggers(folder: Path, settings: Mapping[str, Any], *, name: str, config: Mapping[str, Any]) -> list[Logger]:
+    """metrics.csv in the run folder always; Weights & Biases where asked for, offline without a key."""
+    loggers: list[Logger] = [CSVLogger(str(folder), name="", version="", flush_logs_every_n_steps=20)]
+    if settings["name"] == "wandb":
+        import os
+
+        offline = not os.environ.get("WANDB_API_KEY")
+        if offline:
+            log.warning(
+                "no WANDB_API_KEY: W&B writes offline; upload later with `wandb sync %s/wandb/offline-*`", folder
+            )
+        wandb = WandbLogger(
+            project=settings["project"],
+            entity=settings["entity"],
+            group=settings["group"],
+            tags=settings["tags"],
+            name=name,
+            save_dir=str(folder),
+            offline=offline,
+            config=dict(config),
+        )
+        loggers.append(wandb)
+    return loggers
+
+
+def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
+    """Unit embeddings [K, D] of the prompts of coarse names."""
+    return bank.embeddings[torch.from_numpy(bank.rows([class_prompt(name) for name in names]))]
+
+
+def stored_features(
+    mode: Mode, detector: OwlDetector, images: ImageSet, *, batch_size: int, num_workers: int, device: torch.device
+) -> tuple[ImageFeatures | None, str]:
+    """Features of all images in memory, or None for live computation; and the reason in words."""
+    chosen, reason = choose_mode(mode, detector, len(images))
+    if chosen == "live":
+        return None, reason
+    return store(detector, images, batch_size=batch_size, num_workers=num_workers, device=device), reason
+
+
+def fit(
+    module: NoctOWL,
+    data: TrainingData,
+    *,
+    folder: Path,
+    loggers: list[Logger],
+    trainer: Mapping[str, Any],
+    seed: int,
+    selection: Selection,
+    ema: HeadEma | None,
+) -> pl.Trainer:
+    """Train; afterwards the detector holds the selected head.
+
+    Args:
+        trainer: accelerator, devices, strategy, precision, batch_size, effective_batch_size, max_epochs, num_workers,
+            log_every_n_steps, limit_train_batches, progress.
+        selection: keeps the best head while training.
+    """
+    per_step = trainer["batch_size"] * trainer["devices"]
+    callbacks: list[pl.Callback] = [DataWait()]
+    callbacks += [ema] if ema is not None else []
+    callbacks += [selection, ModelCheckpoint(dirpath=folder / "checkpoints", filename="last", save_top_k=1)]
+    callbacks += [RichProgressBar()] if trainer["progress"] else []
+    lightning = pl.Trainer(
+        accelerator=trainer["accelerator"],
+        devices=trainer["devices"],
+        strategy=trainer["strategy"],
+        precision=trainer["precision"],
+        max_epochs=trainer["max_epochs"],
+        accumulate_grad_batches=trainer["effective_batch_size"] // per_step,
+        log_every_n_steps=trainer["log_every_n_steps"],
+        limit_train_batches=trainer["limit_train_batches"],
+        enable_progress_bar=trainer["progress"],
+        enable_model_summary=False,
+        logger=loggers,
+        callbacks=callbacks,
+        default_root_dir=str(folder),
+    )
+    datamodule = DataModule(
+        data.dataset, batch_size=trainer["batch_size"], num_workers=trainer["num_workers"], seed=seed
+    )
+    lightning.fit(module, datamodule=datamodule)
+    return lightning
+
+
+def make_images(detector: OwlDetector, root: Path, pad_value: float) -> ImageSet:
+    """An empty image set with the detector's own preprocessing."""
+    return ImageSet(root, Preprocessor(detector.image_processor, frame=detector.frame, pad_value=pad_value))
