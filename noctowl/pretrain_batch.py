@@ -6,6 +6,7 @@ T sentences = O (1 + H); those of object o start at row o (1 + H), the first of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,15 +29,34 @@ WORD_SPANS = tuple(  # rows of WORDS that belong to each slot
 
 @dataclass(frozen=True)
 class Scenes:
-    """Rendered images and what is in them."""
+    """What is in a batch of images."""
 
-    pixels: Float[Tensor, "B 3 S S"]  # normalised as the image processor does it
-    covered: Float[Tensor, "B S S"]  # how much things cover each pixel
     things: list[Thing]  # O
     image: Int[Tensor, "O"]  # which image an object is in
     boxes: Float[Tensor, "O 4"]  # xyxy, relative to the image
     classes: Int[Tensor, "O"]
     attributes: Int[Tensor, "O S"]
+
+    @classmethod
+    def of_things(cls, things: Sequence[Sequence[Thing]], size: int) -> "Scenes":
+        """From the things of each image; `size` in pixels."""
+        flat = [thing for members in things for thing in members]
+        boxes = torch.tensor([thing.box for thing in flat], dtype=torch.float32) / size  # xywh
+        return cls(
+            things=flat,
+            image=torch.tensor([b for b, members in enumerate(things) for _ in members]),
+            boxes=torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1),
+            classes=torch.tensor([thing.cls for thing in flat]),
+            attributes=torch.tensor([[getattr(thing, slot) for slot in SLOTS] for thing in flat]),
+        )
+
+
+class Pictures(NamedTuple):
+    """Rendered images."""
+
+    pixels: Float[Tensor, "B 3 S S"]  # normalised as the image processor does it
+    covered: Float[Tensor, "B S S"]  # how much things cover each pixel
+    things: list[list[Thing]]  # of each image
 
 
 @dataclass(frozen=True)
@@ -53,20 +73,10 @@ def normalise(pixels: np.ndarray) -> Float[Tensor, "B 3 S S"]:
     return (x - torch.tensor(OPENAI_CLIP_MEAN).view(3, 1, 1)) / torch.tensor(OPENAI_CLIP_STD).view(3, 1, 1)
 
 
-def load_scenes(split: Split, indices: Sequence[int], *, seed: int, size: int) -> Scenes:
+def load_pictures(split: Split, indices: Sequence[int], *, seed: int, size: int) -> Pictures:
     """Renders the images `indices` of a split."""
-    rendered = [scene(split, index, seed=seed, size=size) for index in indices]
-    things = [thing for _, members, _ in rendered for thing in members]
-    boxes = torch.tensor([thing.box for thing in things], dtype=torch.float32) / size  # xywh
-    return Scenes(
-        pixels=normalise(np.stack([pixels for pixels, _, _ in rendered])),
-        covered=torch.from_numpy(np.stack([covered for _, _, covered in rendered])),
-        things=things,
-        image=torch.tensor([b for b, (_, members, _) in enumerate(rendered) for _ in members]),
-        boxes=torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1),
-        classes=torch.tensor([thing.cls for thing in things]),
-        attributes=torch.tensor([[getattr(thing, slot) for slot in SLOTS] for thing in things]),
-    )
+    pixels, things, covered = zip(*(scene(split, index, seed=seed, size=size) for index in indices))
+    return Pictures(normalise(np.stack(pixels)), torch.from_numpy(np.stack(covered)), list(things))
 
 
 def write_sentences(rng: np.random.Generator, things: Sequence[Thing], n_negatives: int) -> Sentences:
