@@ -79,15 +79,14 @@ def _check_value(value: Any, hint: Any, meta: Mapping[str, Any], path: str) -> l
 
 
 def _choose(value: Any, classes: list[type]) -> type:
-    """The member of a union that `name` points to; else the one that shares most keys."""
+    """The member of a union that `name` points to; else the one whose keys differ least."""
     if not isinstance(value, Mapping):
         return classes[0]
     for schema in classes:
         hint = get_type_hints(schema).get("name")
         if get_origin(hint) is Literal and value.get("name") in get_args(hint):
             return schema
-    shared = [len(set(value) & {f.name for f in fields(schema)}) for schema in classes]
-    return classes[shared.index(max(shared))]
+    return min(classes, key=lambda schema: len(set(value) ^ {f.name for f in fields(schema)}))
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -1,0 +1,101 @@
+"""`noctowl`: what is not training or evaluation. `noctowl <command> --help` tells the rest.
+
+noctowl check data=fgovd data.root=/data/fgovd      read everything, print one table, exit 1 if anything is fatal
+noctowl export outputs/default/<run> --out DIR      a run's selected head as a folder that transformers loads
+noctowl data synthetic --out DIR                    the miniature's files in the published formats
+noctowl pretrain-tiny --out DIR                     the miniature's detector, from nothing
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from noctowl import __version__
+from noctowl.errors import NoctowlError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: what the command found, or 2 where the user has something to mend."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except NoctowlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="noctowl", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--version", action="version", version=f"noctowl {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    check = commands.add_parser("check", help="read a data root and report what is in it and what is wrong")
+    check.add_argument("overrides", nargs="*", help="data=…, data.root=…, data.images=…, data.annotations=…")
+    check.add_argument("--files", nargs="+", help="annotation files below the annotations folder (default: all)")
+    check.add_argument("--no-images", action="store_true", help="annotation files only")
+    check.add_argument("--json", action="store_true", help="the report as JSON")
+    check.set_defaults(run=_check)
+
+    export = commands.add_parser("export", help="write a run's selected head as a transformers folder")
+    export.add_argument("run_folder", type=Path)
+    export.add_argument("--out", type=Path, required=True, help="a new or empty folder")
+    export.set_defaults(run=_export)
+
+    data = commands.add_parser("data", help="make data sets")
+    kinds = data.add_subparsers(required=True, metavar="kind")
+    synthetic = kinds.add_parser("synthetic", help="the miniature's scenes in the published formats")
+    synthetic.add_argument("--out", type=Path, required=True)
+    for option, default in (("--seed", 0), ("--n-train", 1500), ("--n-val", 250), ("--n-test", 500), ("--size", 96)):
+        synthetic.add_argument(option, type=int, default=default)
+    synthetic.set_defaults(run=_synthetic)
+
+    pretrain = commands.add_parser("pretrain-tiny", help="pretrain the miniature's detector from nothing")
+    pretrain.add_argument("--out", type=Path, required=True)
+    pretrain.add_argument("--seed", type=int, default=0)
+    pretrain.set_defaults(run=_pretrain)
+    return parser
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from noctowl.assembly import locate
+    from noctowl.check import check_data
+    from noctowl.compose import compose
+
+    data = compose("evaluate", arguments.overrides)["data"]
+    folders = locate(data, images=not arguments.no_images)
+    return check_data(
+        folders["annotations"].parent,
+        images=folders.get("images"),
+        annotations=folders["annotations"].resolve(),
+        files=arguments.files,
+        skip_images=arguments.no_images,
+        as_json=arguments.json,
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from noctowl.assembly import load_checkpoint
+    from noctowl.export import export
+    from noctowl.runfolder import read_config, read_results
+
+    config = read_config(arguments.run_folder)
+    provenance = read_results(arguments.run_folder / "results.json")["provenance"]
+    export(load_checkpoint(str(arguments.run_folder), config["model"]), arguments.out, provenance=provenance)
+    print(f"exported: {arguments.out}")
+    return 0
+
+
+def _synthetic(arguments: argparse.Namespace) -> int:
+    from noctowl.data.synthetic import write_synthetic
+
+    options = {key: getattr(arguments, key) for key in ("seed", "n_train", "n_val", "n_test", "size")}
+    print(f"written: {write_synthetic(arguments.out, **options)}")
+    return 0
+
+
+def _pretrain(arguments: argparse.Namespace) -> int:
+    from noctowl.pretrain import pretrain
+
+    pretrain(arguments.out, seed=arguments.seed)
+    return 0
