@@ -42,8 +42,8 @@ class FileReport:
     images: int = 0
     objects: int = 0
     vocabularies: int = 0  # = positive captions, each counted once per image
-    negatives: dict[str, float] = field(default_factory=dict)  # min, mean, max per vocabulary
-    tokens: dict[str, float] = field(default_factory=dict)  # longest caption, captions over the limit
+    negatives: dict[str, int | float] = field(default_factory=dict)  # min, mean, max per vocabulary
+    tokens: dict[str, int] = field(default_factory=dict)  # longest caption, captions over the limit
     counts: dict[str, int] = field(default_factory=dict)  # mended or odd entries, see read_fgovd
     subsets: dict[int, dict[str, Any]] = field(default_factory=dict)
     image_files: dict[str, int] = field(default_factory=dict)  # found, missing, corrupt, size, exif_*; empty: not read

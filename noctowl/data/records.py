@@ -49,7 +49,7 @@ class Strings(Sequence[str]):
             raise IndexError(f"index {index} of {len(self)} strings")
         return self.buffer[self.offsets[i] : self.offsets[i + 1]].tobytes().decode()
 
-    def take(self, rows: Iterable[int]) -> list[str]:
+    def take(self, rows: Iterable[int] | Row | Int) -> list[str]:
         """The strings of the given rows, in that order."""
         return [self[row] for row in rows]
 

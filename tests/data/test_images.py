@@ -288,7 +288,7 @@ def test_equal_to_the_library_on_real_images(processor_class, side, coco_mini):
     processor = processor_class(size={"height": side, "width": side})
     preprocessor = Preprocessor(processor)
     assert len(annotations.image_files) == 35
-    for name, size in list(zip(annotations.image_files, annotations.image_sizes)):
+    for name, size in zip(annotations.image_files, annotations.image_sizes.tolist()):
         path = resolve_image(coco_mini / "images", name)
         rgb = load_rgb(path, expected_size=tuple(size))
         assert rgb.shape == (size[1], size[0], 3)
@@ -354,3 +354,25 @@ def test_processors_that_would_break_the_box_frame_are_refused(make, message):
 def test_pixels_of_another_kind_are_refused(array):
     with pytest.raises(DataError, match=r"needed is uint8 \[H, W, 3\]"):
         Preprocessor(Owlv2ImageProcessor())(array)
+
+
+class Folder(torch.utils.data.Dataset):
+    def __init__(self, paths, preprocessor):
+        self.paths, self.preprocessor = paths, preprocessor
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return self.preprocessor(load_rgb(self.paths[index]))
+
+
+def test_the_same_in_worker_processes(tmp_path):
+    rng = np.random.default_rng(0)
+    paths = [
+        save(Image.fromarray(rng.integers(0, 256, (20 + i, 30, 3), dtype=np.uint8)), tmp_path / f"{i}.png")
+        for i in range(6)
+    ]
+    data = Folder(paths, Preprocessor(Owlv2ImageProcessor(size={"height": 48, "width": 48})))
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2)
+    assert torch.equal(torch.cat(list(loader)), torch.stack([data[i] for i in range(6)]))
