@@ -73,8 +73,8 @@ def triplet(
     a, mask = _prepare(similarities, mask)
     a = a.abs() if compat else a
     hinge = F.relu(margin + a[:, 1:] - a[:, :1]) * mask[:, 1:]  # [n, C-1]
-    counted = mask if compat else mask[:, 1:]
-    return _mean_rows(hinge.sum(1) / counted.sum(1).clamp(min=1))
+    counted = (mask if compat else mask[:, 1:]).sum(1).clamp(min=1)  # [n]
+    return (hinge.sum(1) / (counted * len(counted))).sum()
 
 
 def cross_entropy(
@@ -83,7 +83,7 @@ def cross_entropy(
     """mean_n -log softmax(a / temperature)[0] (InfoNCE with the caption's own negatives)."""
     a, mask = _prepare(similarities, mask)
     a = a.abs() if compat else a
-    logits = (a / temperature).masked_fill(~mask, -torch.inf)  # [n, C]
+    logits = (a * (1 / temperature)).masked_fill(~mask, -torch.inf)  # [n, C]
     column0 = torch.zeros_like(logits[:, 0], dtype=torch.long)
     return F.cross_entropy(logits, column0, reduction="sum") / max(len(logits), 1)
 
@@ -95,9 +95,7 @@ def bce(
     s, mask = _prepare(similarities, mask)
     p = (s.abs() if compat else (1 + s) / 2).clamp(EPS, 1 - EPS)  # [n, C]
     target = F.one_hot(torch.zeros_like(p[:, 0], dtype=torch.long), p.shape[1]).to(p)
-    with torch.autocast(p.device.type, enabled=False):  # refused under autocast, even for fp32 input
-        l = F.binary_cross_entropy(p, target, reduction="none")  # noqa: E741
-    return _mean_rows(((1 - torch.exp(-l)) ** gamma * l * mask).sum(1))
+    return _mean_rows((_focal(p, target, gamma) * mask).sum(1))
 
 
 # Background: s of the background patches, [m, C]
@@ -109,7 +107,7 @@ def background(
     """mean_m sum_c -a^gamma ln(1 - a): focal loss with target 0 for every caption."""
     s, mask = _prepare(similarities, mask)
     a = (s.abs() if compat else s.clamp(min=0)).clamp(max=1 - EPS)  # [m, C]
-    return _mean_rows((-(a**gamma) * torch.log1p(-a) * mask).sum(1))
+    return _mean_rows((_focal(a, torch.zeros_like(a), gamma) * mask).sum(1))
 
 
 # Coarse distillation: s and t of the foreground patches for K class names, [n, K]
@@ -210,6 +208,13 @@ def box_distances(
 
 def _prepare(similarities: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return similarities.float(), torch.ones_like(similarities, dtype=torch.bool) if mask is None else mask
+
+
+def _focal(p: Tensor, target: Tensor, gamma: float) -> Tensor:
+    """(1 - e^-l)^gamma l, l = BCE(p, target), each element; 1 - e^-l is the probability given to the wrong answer."""
+    with torch.autocast(p.device.type, enabled=False):  # BCE is refused under autocast, even for fp32 input
+        bce_ = F.binary_cross_entropy(p, target, reduction="none")
+    return (1 - torch.exp(-bce_)) ** gamma * bce_
 
 
 def _mean_rows(values: Float[Tensor, "n"]) -> Float[Tensor, ""]:
