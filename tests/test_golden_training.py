@@ -45,7 +45,8 @@ def test_two_steps_of_the_published_implementation(shared, run):
         ids = golden["lvis.input_ids"]
         names = detector.encode_text(ids, torch.ones_like(ids))
         assert (names - golden["lvis.queries"][0]).abs().max() <= 3e-7
-        # Adam divides by |gradient|: 2e-7 in a query moves a weight with a tiny gradient by 2e-7. The rest is bitwise.
+        # Adam divides by |gradient|: 2e-7 in a query can move a weight by as much. So the golden coarse queries and
+        # targets go on from here; tokens, caption queries and similarities are bitwise equal and need no such help.
         names = golden["lvis.queries"][0]
         tokens = tokenize(detector.tokenizer, meta["lvis_prompts"]).input_ids
         assert torch.equal(tokens[:, : ids.shape[1]], ids)
@@ -67,7 +68,8 @@ def test_two_steps_of_the_published_implementation(shared, run):
         if names is not None:
             student, teacher = detector.coarse_pair(features.tokens[found.positive], names, query_epsilon=True)
             assert (student - batch["lvis_sims"][found.positive]).abs().max() <= 1e-6
-            assert (teacher - batch["lvis_target"][found.positive]).abs().max() <= 1e-6
+            assert (teacher - batch["lvis_target"][found.positive]).abs().max() <= 3e-7
+            teacher = batch["lvis_target"][found.positive]
         terms = compute_losses(
             similarities=sims,
             positive=found.positive,
