@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from noctowl import pretrain_losses as losses
 from noctowl.boxes import iou
-from noctowl.data.synthetic import write_synthetic
+from noctowl.data.synthetic import SyntheticSettings, synthetic_root
 from noctowl.data.world import COARSE_VAL, PRETRAIN, VAL
 from noctowl.errors import DataError, NoctowlError
 from noctowl.head import unit
@@ -187,12 +187,12 @@ def probe(model: Pretrainee, seed: int, n: int = 250) -> str:
 
 
 def make(
-    out: Path, *, settings: PretrainSettings, head: HeadSettings, data: Path | None = None, stage1: Path | None = None
+    out: Path, *, settings: PretrainSettings, head: HeadSettings, data: SyntheticSettings, stage1: Path | None = None
 ) -> dict[str, Any]:
     """Both stages, the folder, its figures on the synthetic data and its card; returns what provenance.json says.
 
-    `data` keeps the synthetic data there (default: a temporary folder); `stage1` keeps stage 1, or reuses it where it
-    exists. Raises DataError if `out` is not empty.
+    `data` is the world whose validation and test files are scored; `stage1` keeps stage 1 in that file, or reuses it
+    where it exists. Raises DataError if `out` is not empty.
     """
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; give a new folder, or empty it first")
@@ -214,7 +214,7 @@ def make(
         "cpu_seconds": round(time.process_time() - start),
     }
     with tempfile.TemporaryDirectory() as temporary:
-        root = write_synthetic(data or Path(temporary) / "synthetic")
+        root = synthetic_root(temporary, data)
         figures = {"validation": measure(out, root, test=False), "test": measure(out, root, test=True)}
         write_provenance(out, root, recipe, figures)
     write_card(out)
@@ -230,7 +230,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=PretrainSettings.steps, help="of stage 1")
     parser.add_argument("--threads", type=int, default=1, help="one is as fast as two where the machine is shared")
-    parser.add_argument("--data", type=Path, help="keep the synthetic data that is scored in this folder")
     parser.add_argument(
         "--stage1", type=Path, help="keep stage 1 in this safetensors file, or reuse it where it exists"
     )
@@ -238,7 +237,9 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     settings = PretrainSettings(seed=options.seed, steps=options.steps)
     try:
-        done = make(options.out, settings=settings, head=HeadSettings(), data=options.data, stage1=options.stage1)
+        done = make(
+            options.out, settings=settings, head=HeadSettings(), data=SyntheticSettings(), stage1=options.stage1
+        )
     except NoctowlError as error:
         parser.exit(2, f"{error}\n")
     print(json.dumps(done["figures"], indent=1))
