@@ -109,7 +109,7 @@ class Selection(pl.Callback):
             return
         figures = self.evaluate()
         self.history.append({"epoch": epoch, **figures})
-        module.log_dict({f"val/{k}": v for k, v in figures.items()}, on_epoch=True, rank_zero_only=True)
+        module.log_dict({f"val/{k}": v for k, v in figures.items()}, on_epoch=True, batch_size=1, rank_zero_only=True)
         value = figures.get(self.metric, -float("inf"))
         if value > self.best:
             self.best = value
@@ -144,7 +144,7 @@ class DataWait(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The batch has come."""
         waited = torch.tensor(time.perf_counter() - self._ready)
-        pl_module.log("train/data_wait", waited, on_step=True, on_epoch=True)
+        pl_module.log("train/data_wait", waited, on_step=True, on_epoch=True, batch_size=1)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The next one is awaited from here."""

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ from noctowl.tables import print_results
 
 Tree = dict[str, Any]
 log = logging.getLogger("noctowl")
+# Said by libraries of what is meant to be so.
+QUIET = (
+    "Experiment logs directory .* exists and is not empty",  # the run folder is new, metrics.csv is not there yet
+    "Found .* module.s. in eval mode",  # everything but one layer is frozen
+    ".*isinstance.treespec, LeafSpec.. is deprecated",
+    "The number of training batches .* is smaller than the logging interval",
+    "The '.*_dataloader' does not have many workers",
+)
 
 
 def main(entry: str, argv: Sequence[str] | None = None) -> int:
@@ -51,6 +60,8 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     for noisy in ("pytorch_lightning", "lightning", "httpx", "accelerate", "hydra"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message=message)
     failed: list[str] = []
 
     def task(tree: Tree, overrides: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Results as a table on the screen."""
+"""Results as tables on the screen, 80 columns wide."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,31 +12,31 @@ ABSENT = "–"
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """FG-OVD by benchmark and N, then the coarse figures; mAP and AP in percent."""
+    """FG-OVD by benchmark and N, then the coarse figures; mAP and AP in percent, counts beside them."""
     console = console or Console()
-    metrics, counts = results["metrics"], results["counts"]
+    metrics, truth = results["metrics"], results["settings"]["ground_truth"]
     rows = sorted({tuple(key.split("/")[1:3]) for key in metrics if key.startswith("fgovd/")}, key=_order)
-    other = "masked" if results["settings"]["ground_truth"] == "unmasked" else "unmasked"
-    table = Table(title=f"FG-OVD, ground truth {results['settings']['ground_truth']}", title_justify="left")
-    columns = ("benchmark", "N", "mAP", "mAP50", "small", "medium", "large", f"mAP {other}", "rank mean", "median")
-    for column in (*columns, "objects", "dropped"):
-        table.add_column(column, justify="left" if column == "benchmark" else "right")
+    other = "masked" if truth == "unmasked" else "unmasked"
+    table = Table(title=f"FG-OVD, ground truth {truth}; mAP in percent", title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("benchmark", no_wrap=True)
+    for column in ("N", "mAP", "50", "75", "S", "M", "L", other, "rank", "median", "objects", "dropped"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, n in rows:
         base = f"fgovd/{name}/{n}"
-        figures = [
-            _percent(metrics.get(f"{base}/map{suffix}")) for suffix in ("", "_50", "_small", "_medium", "_large")
-        ]
+        suffixes = ("", "_50", "_75", "_small", "_medium", "_large")
+        figures = [_percent(metrics.get(f"{base}/map{suffix}")) for suffix in suffixes]
         ranks = [_plain(metrics.get(f"{base}/rank_{which}")) for which in ("mean", "median")]
-        count = counts[f"fgovd/{name}"][n]
+        count = results["counts"][f"fgovd/{name}"][n]
         dropped = count["objects_dropped_short"] + count["objects_dropped_tokens"]
         masked = _percent(metrics.get(f"{base}/{other}/map"))
         table.add_row(name, n[1:], *figures, masked, *ranks, str(count["objects"]), str(dropped))
-    console.print(table)
+    if rows:
+        console.print(table)
     coarse = {key.split("/")[1]: value for key, value in metrics.items() if key.startswith("lvis/")}
     if coarse:
-        table = Table(title="coarse classes (LVIS format)", title_justify="left")
+        table = Table(title="coarse classes (LVIS format); AP in percent", title_justify="left", padding=(0, 1, 0, 0))
         for name in coarse:
-            table.add_column(name.replace("ap", "AP", 1).replace("_", " "), justify="right")
+            table.add_column(name.replace("ap_", "") if name != "ap" else "AP", justify="right")
         table.add_row(*(_percent(value) for value in coarse.values()))
         console.print(table)
 

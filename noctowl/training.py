@@ -132,7 +132,8 @@ def make_loggers(folder: Path, settings: Mapping[str, Any], *, name: str, config
 
 def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
     """Unit embeddings [K, D] of the prompts of coarse names."""
-    return bank.embeddings[torch.from_numpy(bank.rows([class_prompt(name) for name in names]))]
+    rows = bank.rows([class_prompt(name) for name in names])  # before `embeddings` is read: new names are added to it
+    return bank.embeddings[torch.from_numpy(rows)]
 
 
 def stored_features(

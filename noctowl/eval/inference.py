@@ -138,34 +138,16 @@ def predict(
                 detections.append(
                     select_top_class(logits, boxes.numpy(), image_id, coarse.category_ids, coarse.nms_iou, coarse.top)
                 )
-    predictions = {name: _join(parts[name], b, top, settings) for name, b in benchmarks.items()}
+    predictions = {
+        name: Predictions.from_parts(
+            parts[name],
+            n_negatives=b.n_negatives,
+            top=top,
+            settings={**settings, "annotations_sha256": b.annotations.sha256},
+        )
+        for name, b in benchmarks.items()
+    }
     return Outcome(predictions, Detections.concatenate(detections) if coarse is not None else None, counters)
-
-
-def _join(
-    parts: list[tuple[int, int, np.ndarray, np.ndarray]], benchmark: Benchmark, top: int, settings: Mapping[str, Any]
-) -> Predictions:
-    """One Predictions from (image id, category id, boxes [r, 4], logits [r, C_v]) of each vocabulary."""
-    width = 1 + max(benchmark.n_negatives)
-    counts = [len(boxes) for _, _, boxes, _ in parts]
-    logits = np.full((sum(counts), width), -np.inf, np.float32)
-    boxes = np.zeros((sum(counts), 4), np.float32)
-    start = 0
-    for _, _, own_boxes, own_logits in parts:
-        stop = start + len(own_boxes)
-        boxes[start:stop], logits[start:stop, : own_logits.shape[1]] = own_boxes, own_logits
-        start = stop
-    file = {"annotations_sha256": benchmark.annotations.sha256}
-    return Predictions(
-        image_ids=np.array([image for image, *_ in parts], np.int64),
-        category_ids=np.array([category for _, category, *_ in parts], np.int64),
-        row_offsets=np.cumsum([0, *counts], dtype=np.int64),
-        boxes=boxes,
-        logits=logits,
-        n_negatives=benchmark.n_negatives,
-        top=top,
-        settings={**settings, **file},
-    )
 
 
 def _vocabularies_by_image(benchmark: Benchmark) -> dict[int, list[int]]:
