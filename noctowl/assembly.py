@@ -83,7 +83,7 @@ def load_checkpoint(checkpoint: str | None, model: Mapping[str, Any]) -> OwlDete
     head = Path(checkpoint) / "checkpoints" / "best.safetensors"
     if (Path(checkpoint) / "config.yaml").is_file():
         detector = load_detector(model)
-        load_head(head, detector)
+        load_head(detector, head)
         return detector
     return load_detector({**model, "source": checkpoint, "weights": "pretrained", "revision": None})
 

@@ -119,7 +119,7 @@ class Selection(pl.Callback):
         self.best_epoch = epoch
         if trainer.is_global_zero:
             facts = {"epoch": str(epoch), **{k: repr(v) for k, v in figures.items()}}
-            save_head(self.path, module.detector, facts)
+            save_head(module.detector, self.path, facts)
 
     def state_dict(self) -> dict[str, Any]:
         """Best value so far, for resumed runs."""

@@ -19,6 +19,7 @@ BENCHMARK_NAMES = ("hard", "medium", "easy", "trivial", "color", "material", "pa
 class Recipe:
     lr: float = ranged(gt=0)
     weight_decay: float = ranged(ge=0)
+    batch_size: int = ranged(ge=1)
     effective_batch_size: int = ranged(ge=1)
     max_epochs: int = ranged(ge=1)
     seed: int = ranged(ge=0)

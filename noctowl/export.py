@@ -113,10 +113,14 @@ def load_weights_file(folder: str | Path) -> dict[str, Tensor]:
         raise ModelError(f"{folder}: weights are damaged ({error}): export or copy the folder again") from error
 
 
-def save_head(detector: OwlDetector, file: str | Path) -> Path:
-    """Writes the trainable weights and the identity of their base to one safetensors file, atomically."""
+def save_head(detector: OwlDetector, file: str | Path, facts: Mapping[str, str] | None = None) -> Path:
+    """Writes the trainable weights and the identity of their base to one safetensors file, atomically.
+
+    `facts` (epoch, the figures it was chosen by) go into the file's metadata.
+    """
     file = Path(file)
     metadata = {
+        **(facts or {}),
         "format": "noctowl-head",
         "base_id": detector.base_id,
         "base_sha256": detector.content_hash(),

@@ -163,7 +163,7 @@ def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
             f"{best}: no epoch was kept, since none had a validation mAP above 0 (compat=published starts there). "
             "Use compat=training, or look at metrics.csv."
         )
-    load_head(best, detector.to(device))
+    load_head(detector.to(device), best)
     facts = {
         "training": data.counts,
         "selection": {"epoch": selection.best_epoch, "metric": selection.metric, "history": selection.history},
