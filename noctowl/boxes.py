@@ -33,7 +33,7 @@ def xyxy_to_cxcywh(boxes: Float[Tensor, "*n 4"]) -> Float[Tensor, "*n 4"]:
     return torch.stack(((x1 + x2) * 0.5, (y1 + y2) * 0.5, x2 - x1, y2 - y1), dim=-1)
 
 
-def frame_scale(width: float, height: float, frame: Frame) -> tuple[float, float]:
+def frame_scale(width: int | float, height: int | float, frame: str) -> tuple[float, float]:
     """Pixels along x and along y that make up one side of the model's square.
 
     Raises ValueError for an unknown frame and for a size that is not positive.
@@ -41,21 +41,23 @@ def frame_scale(width: float, height: float, frame: Frame) -> tuple[float, float
     if width <= 0 or height <= 0:
         raise ValueError(f"image size {width}x{height}: width and height must be positive")
     if frame == "padded":
-        side = max(width, height)
+        side = float(max(width, height))
         return side, side
     if frame == "warped":
-        return width, height
+        return float(width), float(height)
     raise ValueError(f"box frame {frame!r} is unknown; allowed: {', '.join(get_args(Frame))}")
 
 
-def to_frame(boxes: Float[Tensor, "*n 4"], width: float, height: float, frame: Frame) -> Float[Tensor, "*n 4"]:
+def to_frame(
+    boxes: Float[Tensor, "*n 4"], width: int | float, height: int | float, frame: Frame
+) -> Float[Tensor, "*n 4"]:
     """Pixel boxes of a width x height image, relative to the model's square."""
     sx, sy = frame_scale(width, height, frame)
     return boxes / boxes.new_tensor((sx, sy, sx, sy))
 
 
 def from_frame(
-    boxes: Float[Tensor, "*n 4"], width: float, height: float, frame: Frame, *, clip: bool = False
+    boxes: Float[Tensor, "*n 4"], width: int | float, height: int | float, frame: Frame, *, clip: bool = False
 ) -> Float[Tensor, "*n 4"]:
     """Boxes relative to the model's square, in pixels of a width x height image.
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from noctowl import __version__
 from noctowl.architectures import FAMILY
 from noctowl.errors import ModelError
 from noctowl.model import TRAINABLE, OwlDetector
+from noctowl.runfolder import atomic
 
 CARD = """---
 library_name: transformers
@@ -78,7 +79,9 @@ def export(detector: OwlDetector, out_dir: str | Path, provenance: Mapping[str, 
         known = _known(detector, temporary)
         text = json.dumps({**dict(provenance or {}), **known}, indent=2, sort_keys=True, allow_nan=False)
         (temporary / "provenance.json").write_text(text + "\n", encoding="utf-8")
-        temporary.chmod(0o777 & ~_umask())
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp and safetensors make them readable to the owner only
+        for file in temporary.iterdir():
+            file.chmod(0o666 & ~_umask())
         _refuse_filled(out)
         temporary.replace(out)  # also over an empty folder
     except BaseException:
@@ -127,13 +130,8 @@ def save_head(detector: OwlDetector, file: str | Path, facts: Mapping[str, str] 
         "model_type": detector.model_type,
         "noctowl": __version__,
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        save_file(detector.trainable_state(), temporary, metadata=metadata)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic(file) as handle:
+        handle.write(save(detector.trainable_state(), metadata=metadata))
     return file
 
 

@@ -21,7 +21,7 @@ so -ln(1 - a) is at most 13.8 and its gradient there 0. Beyond 1.01 it is no cos
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -135,11 +135,11 @@ def compute_losses(
     similarities: Float[Tensor, "B P C"],
     positive: Bool[Tensor, "B P"],
     query_mask: Bool[Tensor, "B C"] | None = None,
-    kind: ClassLoss = "triplet",
+    kind: str = "triplet",
     margin: float = 0.15,
     temperature: float = 0.07,
     gamma: float = 2.0,
-    distill: Distillation = "none",
+    distill: str = "none",
     student: Float[Tensor, "n K"] | None = None,
     teacher: Float[Tensor, "n K"] | None = None,
     distill_temperature: float = 0.07,
@@ -168,7 +168,7 @@ def compute_losses(
     elif kind == "bce":
         class_ = bce(similarities=foreground, mask=front, gamma=gamma, compat=compat)
     else:
-        raise ValueError(f"class loss {kind!r} is unknown; allowed: triplet, cross_entropy, bce")
+        raise ValueError(f"class loss {kind!r} is unknown; allowed: {', '.join(get_args(ClassLoss))}")
     coarse = similarities.new_zeros(())
     if distill != "none":
         if student is None or teacher is None or not len(student) == len(teacher) == len(foreground):
@@ -181,7 +181,7 @@ def compute_losses(
         elif distill == "ce":
             coarse = distill_ce(student=student, teacher=teacher, temperature=distill_temperature, compat=compat)
         else:
-            raise ValueError(f"distillation {distill!r} is unknown; allowed: none, mse, ce")
+            raise ValueError(f"distillation {distill!r} is unknown; allowed: {', '.join(get_args(Distillation))}")
     return LossTerms(
         class_=class_,
         background=background(similarities=behind, mask=back, gamma=gamma, compat=compat),

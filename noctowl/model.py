@@ -179,7 +179,7 @@ class OwlDetector(nn.Module):
     # What a detector computes
 
     @torch.no_grad()
-    def encode_images(self, pixel_values: Float[Tensor, "B 3 S S"]) -> ImageFeatures:
+    def encode_images(self, pixel_values: Float[Tensor, "B 3 height width"]) -> ImageFeatures:
         """Tokens, boxes and objectness; equal to transformers' own, without the dummy text that it would encode.
 
         Tokens are the patch tokens times the class token, both after the tower's last norm, normalised once more.

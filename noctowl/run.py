@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import transformers
 from rich.logging import RichHandler
 
 from noctowl import compose, runfolder, training
@@ -60,6 +61,7 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     for noisy in ("pytorch_lightning", "lightning", "httpx", "accelerate", "hydra"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
     failed: list[str] = []
@@ -179,7 +181,7 @@ def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
     results = finish(tree, folder, test, outcome, provenance_of(tree, detector, test, bank), facts, write=first)
     if first:
         export(detector, folder / "export", provenance=results["provenance"])
-        for logger in loggers:
+        for logger in loggers[1:]:  # metrics.csv stays the record of the training; results.json has these
             logger.log_metrics({f"test/{k}": v for k, v in results["metrics"].items()}, step=lightning.global_step)
             logger.finalize("success")
         print(f"results: {folder / 'results.json'}")

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from noctowl.data.files import BENCHMARKS
 
 ABSENT = "–"
+STYLE: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
@@ -17,9 +19,14 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
     metrics, truth = results["metrics"], results["settings"]["ground_truth"]
     rows = sorted({tuple(key.split("/")[1:3]) for key in metrics if key.startswith("fgovd/")}, key=_order)
     other = "masked" if truth == "unmasked" else "unmasked"
-    table = Table(title=f"FG-OVD, ground truth {truth}; mAP in percent", title_justify="left", padding=(0, 1, 0, 0))
+    table = Table(
+        title=f"FG-OVD, ground truth {truth}; mAP in percent",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("benchmark", no_wrap=True)
-    for column in ("N", "mAP", "50", "75", "S", "M", "L", other, "rank", "median", "objects", "dropped"):
+    for column in ("N", "mAP", "50", "75", "S", "M", "L", other, "rank", "med", "obj", "drop"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, n in rows:
         base = f"fgovd/{name}/{n}"
@@ -34,7 +41,12 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
         console.print(table)
     coarse = {key.split("/")[1]: value for key, value in metrics.items() if key.startswith("lvis/")}
     if coarse:
-        table = Table(title="coarse classes (LVIS format); AP in percent", title_justify="left", padding=(0, 1, 0, 0))
+        table = Table(
+            title="coarse classes (LVIS format); AP in percent",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
         for name in coarse:
             table.add_column(name.replace("ap_", "") if name != "ap" else "AP", justify="right")
         table.add_row(*(_percent(value) for value in coarse.values()))

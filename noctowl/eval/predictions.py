@@ -11,8 +11,6 @@ Conventions, fixed here:
 """
 
 import json
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -25,6 +23,7 @@ from jaxtyping import Float, Float32, Int, Int64
 from numpy import ndarray
 
 from noctowl.errors import DataError
+from noctowl.runfolder import atomic
 
 FORMAT, VERSION = "noctowl-predictions", 1
 ARRAYS = {"image_ids": "i8", "category_ids": "i8", "row_offsets": "i8", "boxes": "f4", "logits": "f4"}
@@ -154,21 +153,12 @@ class Predictions:
     def save(self, path: str | Path) -> Path:
         """Write one .npz without pickle; complete or not at all."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         head = {"format": FORMAT, "version": VERSION, "n_negatives": list(self.n_negatives), "top": self.top}
         text = json.dumps(head | {"settings": self.settings}, sort_keys=True, allow_nan=False)
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(
-                    file, head=np.frombuffer(text.encode(), np.uint8), **{name: getattr(self, name) for name in ARRAYS}
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            Path(part).replace(path)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        with atomic(path) as file:
+            np.savez(
+                file, head=np.frombuffer(text.encode(), np.uint8), **{name: getattr(self, name) for name in ARRAYS}
+            )
         return path
 
     @classmethod
