@@ -5,24 +5,24 @@ key came from.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from timm.optim import list_optimizers
 
-from noctowl.validation import Problem, check_node, did_you_mean, ranged
+from noctowl.validation import Problem, Range, check_node, did_you_mean
 
 BENCHMARK_NAMES = ("hard", "medium", "easy", "trivial", "color", "material", "pattern", "transparency")
 
 
 @dataclass
 class Recipe:
-    lr: float = ranged(gt=0)
-    weight_decay: float = ranged(ge=0)
-    batch_size: int = ranged(ge=1)
-    effective_batch_size: int = ranged(ge=1)
-    max_epochs: int = ranged(ge=1)
-    seed: int = ranged(ge=0)
+    lr: Annotated[float, Range(gt=0)]
+    weight_decay: Annotated[float, Range(ge=0)]
+    batch_size: Annotated[int, Range(ge=1)]
+    effective_batch_size: Annotated[int, Range(ge=1)]
+    max_epochs: Annotated[int, Range(ge=1)]
+    seed: Annotated[int, Range(ge=0)]
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Model:
     revision: str | None
     weights: Literal["pretrained", "random"]
     model_type: Literal["owlvit", "owlv2"]
-    pad_value: float = ranged(ge=0, le=1)
+    pad_value: Annotated[float, Range(ge=0, le=1)]
     attention: Literal["sdpa", "eager"]
     recipe: Recipe
 
@@ -40,27 +40,27 @@ class Model:
 @dataclass
 class Triplet:
     name: Literal["triplet"]
-    margin: float = ranged(ge=0, le=2)
-    weight: float = ranged(ge=0)
-    background_weight: float = ranged(ge=0)
-    gamma: float = ranged(ge=0)
+    margin: Annotated[float, Range(ge=0, le=2)]
+    weight: Annotated[float, Range(ge=0)]
+    background_weight: Annotated[float, Range(ge=0)]
+    gamma: Annotated[float, Range(ge=0)]
 
 
 @dataclass
 class CrossEntropy:
     name: Literal["cross_entropy"]
-    temperature: float = ranged(gt=0)
-    weight: float = ranged(ge=0)
-    background_weight: float = ranged(ge=0)
-    gamma: float = ranged(ge=0)
+    temperature: Annotated[float, Range(gt=0)]
+    weight: Annotated[float, Range(ge=0)]
+    background_weight: Annotated[float, Range(ge=0)]
+    gamma: Annotated[float, Range(ge=0)]
 
 
 @dataclass
 class Bce:
     name: Literal["bce"]
-    weight: float = ranged(ge=0)
-    background_weight: float = ranged(ge=0)
-    gamma: float = ranged(ge=0)
+    weight: Annotated[float, Range(ge=0)]
+    background_weight: Annotated[float, Range(ge=0)]
+    gamma: Annotated[float, Range(ge=0)]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class NoDistillation:
 @dataclass
 class Distillation:
     name: Literal["mse", "ce"]
-    weight: float = ranged(gt=0)
+    weight: Annotated[float, Range(gt=0)]
 
 
 @dataclass
@@ -82,13 +82,13 @@ class Data:
     annotations: str | None
     train_file: str
     val_file: str
-    n_negatives: int = ranged(ge=1)
+    n_negatives: Annotated[int, Range(ge=1)]
     short_vocabularies: Literal["drop", "keep"]
     token_policy: Literal["drop", "truncate", "error"]
     coarse_names: str
     coarse_file: str | None
     coarse_val_file: str | None
-    coarse_nms_iou: float | None = field(metadata={"gt": 0, "le": 1})
+    coarse_nms_iou: Annotated[float | None, Range(gt=0, le=1)]
 
 
 @dataclass
@@ -96,10 +96,10 @@ class Synthetic(Data):
     """A data set that is written into a cache folder, `root`, the first time it is used."""
 
     name: Literal["synthetic"]
-    seed: int = ranged(ge=0)
-    n_train: int = ranged(ge=1)
-    n_val: int = ranged(ge=1)
-    n_test: int = ranged(ge=1)
+    seed: Annotated[int, Range(ge=0)]
+    n_train: Annotated[int, Range(ge=1)]
+    n_val: Annotated[int, Range(ge=1)]
+    n_test: Annotated[int, Range(ge=1)]
 
 
 @dataclass
@@ -111,26 +111,26 @@ class Features:
 class Benchmark:
     name: str
     names: list[Literal[BENCHMARK_NAMES]] | None  # type: ignore[valid-type]
-    n_negatives: list[int] | None = field(metadata={"ge": 0})
+    n_negatives: Annotated[list[int] | None, Range(ge=0)]
     ground_truth: Literal["unmasked", "masked"]
     short_vocabularies: Literal["drop", "keep"]
-    nms_iou: float = ranged(gt=0, le=1)
-    top: int = ranged(ge=1)
-    batch_size: int = ranged(ge=1)
+    nms_iou: Annotated[float, Range(gt=0, le=1)]
+    top: Annotated[int, Range(ge=1)]
+    batch_size: Annotated[int, Range(ge=1)]
 
 
 @dataclass
 class Trainer:
     accelerator: Literal["auto", "cpu", "gpu", "mps"]
-    devices: int = ranged(ge=1)
+    devices: Annotated[int, Range(ge=1)]
     strategy: Literal["auto", "ddp"]
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true"]
-    batch_size: int = ranged(ge=1)
-    effective_batch_size: int = ranged(ge=1)
-    max_epochs: int = ranged(ge=1)
-    num_workers: int = ranged(ge=0)
-    log_every_n_steps: int = ranged(ge=1)
-    limit_train_batches: int | None = field(metadata={"ge": 1})
+    batch_size: Annotated[int, Range(ge=1)]
+    effective_batch_size: Annotated[int, Range(ge=1)]
+    max_epochs: Annotated[int, Range(ge=1)]
+    num_workers: Annotated[int, Range(ge=0)]
+    log_every_n_steps: Annotated[int, Range(ge=1)]
+    limit_train_batches: Annotated[int | None, Range(ge=1)]
     progress: bool
 
 
@@ -151,27 +151,27 @@ class Wandb:
 @dataclass
 class Optimizer:
     name: str
-    lr: float = ranged(gt=0)
-    weight_decay: float = ranged(ge=0)
+    lr: Annotated[float, Range(gt=0)]
+    weight_decay: Annotated[float, Range(ge=0)]
     decay_bias: bool
 
 
 @dataclass
 class Schedule:
     name: Literal["constant", "cosine"]
-    warmup_epochs: int = ranged(ge=0)
-    min_lr: float = ranged(ge=0)
+    warmup_epochs: Annotated[int, Range(ge=0)]
+    min_lr: Annotated[float, Range(ge=0)]
 
 
 @dataclass
 class Ema:
-    decay: float | None = field(metadata={"ge": 0, "lt": 1})
+    decay: Annotated[float | None, Range(ge=0, lt=1)]
 
 
 @dataclass
 class Selection:
-    n_negatives: int = ranged(ge=1)
-    every_n_epochs: int = ranged(ge=0)
+    n_negatives: Annotated[int, Range(ge=1)]
+    every_n_epochs: Annotated[int, Range(ge=0)]
 
 
 @dataclass
@@ -183,7 +183,7 @@ class Common:
     trainer: Trainer
     logger: Csv | Wandb
     name: str
-    seed: int = ranged(ge=0)
+    seed: Annotated[int, Range(ge=0)]
     compat: Literal["published", "training", "clean"]
     output_dir: str
     run_dir: str | None
@@ -224,7 +224,7 @@ def check(tree: Mapping[str, Any], schema: type) -> list[Problem]:
 
 
 def _optimizer_known(tree: Mapping[str, Any]) -> list[Problem]:
-    name, known = tree["optimizer"]["name"], list_optimizers()
+    name, known = tree["optimizer"]["name"], [str(o) for o in list_optimizers()]
     if name in known:
         return []
     hint = did_you_mean(name, known)

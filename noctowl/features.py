@@ -13,9 +13,10 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from noctowl.data.images import Preprocessor, load_rgb, resolve_image
+from noctowl.data.loading import make_loader
 from noctowl.data.records import Annotations
 from noctowl.errors import DataError
 from noctowl.model import ImageFeatures, OwlDetector
@@ -139,7 +140,7 @@ def encode(
     autocast: torch.dtype | None = None,
 ) -> Iterator[tuple[list[int], ImageFeatures]]:
     """One forward per image, in the order of `rows`; yields (rows, features on `device`) a batch at a time."""
-    loader = DataLoader(_Selected(images, rows), batch_size=batch_size, num_workers=num_workers)
+    loader = make_loader(_Selected(images, rows), batch_size=batch_size, num_workers=num_workers)
     precision: Any = torch.autocast(device.type, autocast) if autocast else nullcontext()
     for chunk, pixels in loader:
         with precision:

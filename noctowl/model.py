@@ -56,7 +56,7 @@ class OwlDetector(nn.Module):
     """A transformers OWL model with its processor, a frozen teacher of its class head and a freeze policy.
 
     Attributes: `model` (Owlv2ForObjectDetection or OwlViTForObjectDetection), `teacher`, `tokenizer`,
-    `image_processor`, `base_id` (folder, hub id or architecture it came from), `revision`.
+    `image_processor`, `base_id` (folder, hub id or architecture it came from), `revision` (commit of a hub model).
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class OwlDetector(nn.Module):
             model = initialise(config, seed=seed, attention=attention)
         else:
             model = pretrained.load_weights(folder, config, attention=attention)
-        detector = cls(model, tokenizer=tokenizer, image_processor=processor, base_id=name, revision=revision)
+        commit = None if Path(source).expanduser().is_dir() else folder.name  # a hub snapshot is named by its commit
+        detector = cls(model, tokenizer=tokenizer, image_processor=processor, base_id=name, revision=commit)
         detector.content_hash()  # now, while the weights are surely the base's
         return detector
 

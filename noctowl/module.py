@@ -140,8 +140,8 @@ class NoctOWL(pl.LightningModule):
         schedule = self.schedule_settings
         if schedule["name"] == "constant" and not schedule["warmup_epochs"]:
             return optimizer
-        epochs = self.trainer.max_epochs
-        updates = -(-int(self.trainer.estimated_stepping_batches) // int(epochs or 1))
+        epochs = int(self.trainer.max_epochs or 1)
+        updates = -(-int(self.trainer.estimated_stepping_batches) // epochs)
         shape = {"sched": "cosine"} if schedule["name"] == "cosine" else {"sched": "step", "decay_rate": 1.0}
         scheduler, _ = create_scheduler_v2(
             optimizer,

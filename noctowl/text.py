@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, PreTrainedTokenizerBase
 
 from noctowl.errors import DataError, ModelError
 
@@ -70,7 +70,7 @@ class TokenizedText:
         return len(self.lengths)
 
 
-def tokenize(tokenizer: CLIPTokenizer, texts: Sequence[str], policy: Policy = "error") -> TokenizedText:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], policy: Policy = "error") -> TokenizedText:
     """Token ids of `texts`, padded to the tokenizer's limit.
 
     `policy` for texts over the limit: "error" raises and names the longest; "truncate" cuts and keeps the end token;
@@ -108,7 +108,7 @@ def tokenize(tokenizer: CLIPTokenizer, texts: Sequence[str], policy: Policy = "e
     )
 
 
-def token_lengths(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> Int[np.ndarray, "M"]:
+def token_lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Int[np.ndarray, "M"]:
     """True token counts of `texts`, start and end included."""
     rows = _encode(tokenizer, texts)
     return np.fromiter(map(len, rows), np.int64, len(rows))
@@ -122,7 +122,7 @@ def class_prompt(name: str) -> str:
     return " ".join(("a " + re.sub(r"[^a-z0-9\-# ]", " ", name.lower())).split())
 
 
-def _encode(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> list[list[int]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Token ids with start and end, neither cut nor padded."""
     if not len(texts):
         return []

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from noctowl.boxes import Frame, to_frame
 from noctowl.data.batch import Batch, Item, collate
+from noctowl.data.loading import make_loader
 from noctowl.data.records import Annotations
 from noctowl.features import ImageSet
 from noctowl.model import ImageFeatures
@@ -77,8 +78,8 @@ class DataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Batches of `batch_size` vocabularies (per process)."""
-        return DataLoader(
-            self.dataset,  # type: ignore[arg-type]
+        return make_loader(
+            self.dataset,
             batch_size=self.batch_size,
             shuffle=True,
             num_workers=self.num_workers,

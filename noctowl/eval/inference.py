@@ -78,7 +78,7 @@ def plan(
         keep = processable(annotations, short, n, short=short_vocabularies)  # type: ignore[arg-type]
         needed |= keep
         for v in np.flatnonzero(keep):
-            used[annotations.vocabulary(v)[: 1 + n]] = True
+            used[annotations.vocabulary(int(v))[: 1 + n]] = True
     rows = np.full(len(annotations.captions), -1, np.int64)
     rows[used] = bank.rows(annotations.captions.take(np.flatnonzero(used)))
     file_images = np.unique(annotations.vocab_image[needed])

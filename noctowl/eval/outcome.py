@@ -59,7 +59,7 @@ class Outcome:
 def save_lengths(folder: Path, lengths: Mapping[str, np.ndarray | None]) -> None:
     """Token counts beside the predictions, so that these can be scored again without the model's tokenizer."""
     with atomic(folder / LENGTHS_FILE) as file:
-        np.savez(file, **{name: value for name, value in lengths.items() if value is not None})
+        np.savez(file, **{name: value for name, value in lengths.items() if value is not None})  # type: ignore[arg-type]
 
 
 def load_lengths(folder: Path) -> dict[str, np.ndarray]:
