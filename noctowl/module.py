@@ -145,7 +145,7 @@ class NoctOWL(pl.LightningModule):
         shape = {"sched": "cosine"} if schedule["name"] == "cosine" else {"sched": "step", "decay_rate": 1.0}
         scheduler, _ = create_scheduler_v2(
             optimizer,
-            num_epochs=epochs,
+            num_epochs=int(epochs or 1) - schedule["warmup_epochs"],  # the warm-up comes before the cosine
             decay_epochs=epochs,
             min_lr=schedule["min_lr"],
             warmup_epochs=schedule["warmup_epochs"],
