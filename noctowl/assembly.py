@@ -37,14 +37,18 @@ def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
     return tree
 
 
-def locate(data: Mapping[str, Any], *, images: bool = True) -> dict[str, Path]:
-    """Folders of annotations and images; the synthetic world is written first if it is not there yet."""
+def data_root(data: Mapping[str, Any]) -> Path:
+    """The folder of a data set; the synthetic world is written into its cache first if it is not there yet."""
     root = Path(data["root"]).expanduser()
-    if data["name"] == "synthetic":
-        sizes = {key: data[key] for key in ("seed", "n_train", "n_val", "n_test")}
-        root = synthetic_root(root, SyntheticSettings(**sizes))
-    folders = {"annotations": find_annotations(root, data["annotations"])}
-    return {**folders, "images": find_images(root, data["images"])} if images else folders
+    if data["name"] != "synthetic":
+        return root
+    return synthetic_root(root, SyntheticSettings(**{key: data[key] for key in ("seed", "n_train", "n_val", "n_test")}))
+
+
+def locate(data: Mapping[str, Any]) -> dict[str, Path]:
+    """Folders of annotations and images."""
+    root = data_root(data)
+    return {"annotations": find_annotations(root, data["annotations"]), "images": find_images(root, data["images"])}
 
 
 def pick_device(accelerator: str) -> torch.device:

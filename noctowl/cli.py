@@ -50,24 +50,23 @@ def _parser() -> argparse.ArgumentParser:
         synthetic.add_argument(option, type=int, default=default)
     synthetic.set_defaults(run=_synthetic)
 
-    pretrain = commands.add_parser("pretrain-tiny", help="pretrain the miniature's detector from nothing")
-    pretrain.add_argument("--out", type=Path, required=True)
-    pretrain.add_argument("--seed", type=int, default=0)
+    text = "pretrain the miniature's detector from nothing"
+    pretrain = commands.add_parser("pretrain-tiny", help=text, add_help=False)  # its options are its own
+    pretrain.add_argument("arguments", nargs=argparse.REMAINDER)
     pretrain.set_defaults(run=_pretrain)
     return parser
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from noctowl.assembly import locate
+    from noctowl.assembly import data_root
     from noctowl.check import check_data
     from noctowl.compose import compose
 
     data = compose("evaluate", arguments.overrides)["data"]
-    folders = locate(data, images=not arguments.no_images)
     return check_data(
-        folders["annotations"].parent,
-        images=folders.get("images"),
-        annotations=folders["annotations"].resolve(),
+        data_root(data),
+        images=data["images"],
+        annotations=data["annotations"],
         files=arguments.files,
         skip_images=arguments.no_images,
         as_json=arguments.json,
@@ -95,7 +94,7 @@ def _synthetic(arguments: argparse.Namespace) -> int:
 
 
 def _pretrain(arguments: argparse.Namespace) -> int:
-    from noctowl.pretrain import pretrain
+    from noctowl.pretrain import main as pretrain_main
 
-    pretrain(arguments.out, seed=arguments.seed)
+    pretrain_main(arguments.arguments)
     return 0
