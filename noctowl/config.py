@@ -124,7 +124,7 @@ class Trainer:
     accelerator: Literal["auto", "cpu", "gpu", "mps"]
     devices: Annotated[int, Range(ge=1)]
     strategy: Literal["auto", "ddp"]
-    precision: Literal["32-true", "bf16-mixed", "16-mixed", "64-true"]
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"]
     batch_size: Annotated[int, Range(ge=1)]
     effective_batch_size: Annotated[int, Range(ge=1)]
     max_epochs: Annotated[int, Range(ge=1)]
@@ -269,7 +269,7 @@ def _one_source(tree: Mapping[str, Any]) -> list[Problem]:
 def _precision_exists(tree: Mapping[str, Any]) -> list[Problem]:
     if tree["trainer"]["accelerator"] != "cpu" or tree["trainer"]["precision"] != "16-mixed":
         return []
-    return [Problem("trainer.precision", "16-mixed on the CPU", "32-true, 64-true or bf16-mixed there")]
+    return [Problem("trainer.precision", "16-mixed on the CPU", "32-true or bf16-mixed there")]
 
 
 def _padding_exists(tree: Mapping[str, Any]) -> list[Problem]:
