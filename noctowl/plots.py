@@ -1,0 +1,50 @@
+"""Plots of results: readable in grey and at small size."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # after the backend is chosen: there may be no display
+
+MARKERS = "osD^vP*X<>"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A head in the plane of fine-grained against coarse mAP, both in [0, 1]; several seeds give several values."""
+
+    label: str
+    fine: Sequence[float]
+    coarse: Sequence[float]
+
+
+def tradeoff(points: Sequence[Point], path: Path, *, x_label: str, y_label: str, start: str | None = None) -> Path:
+    """Fine-grained against coarse figures; means as marks, seeds as dots, a dashed line from the point named `start`.
+
+    Each point has a mark and a shade of its own, so that the plot is readable without colour.
+    """
+    figure, axes = plt.subplots(figsize=(6.4, 4.4), dpi=150)
+    colours = plt.get_cmap("viridis")
+    origin = next((p for p in points if p.label == start), None)
+    for i, point in enumerate(points):
+        colour = colours(0.9 * i / max(len(points) - 1, 1))
+        x, y = _mean(point.fine), _mean(point.coarse)
+        if origin is not None and point is not origin:
+            axes.plot([_mean(origin.fine), x], [_mean(origin.coarse), y], "--", color="0.75", lw=0.8, zorder=1)
+        axes.plot(point.fine, point.coarse, ".", color=colour, ms=4, alpha=0.6, zorder=2)
+        axes.plot(x, y, MARKERS[i % len(MARKERS)], color=colour, mec="black", ms=9, label=point.label, zorder=3)
+    axes.set(xlabel=x_label, ylabel=y_label, xlim=(0, None), ylim=(-0.02, None))
+    axes.grid(color="0.9")
+    axes.legend(fontsize=8, frameon=True, loc="best")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
