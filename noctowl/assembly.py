@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from noctowl.errors import DataError
 from noctowl.eval.suite import Suite, default_negatives
 from noctowl.export import load_head
 from noctowl.features import TextBank
-from noctowl.model import OwlDetector
+from noctowl.model import ImageFeatures, OwlDetector
 
 Tree = dict[str, Any]
 
@@ -60,6 +61,51 @@ def pick_device(accelerator: str) -> torch.device:
     if accelerator in ("gpu", "mps"):
         raise DataError(f"trainer.accelerator={accelerator}: none is available here; use trainer=cpu")
     return torch.device("cpu")
+
+
+@dataclass
+class Prepared:
+    """All that training needs, read, planned and encoded."""
+
+    detector: OwlDetector
+    device: torch.device
+    bank: TextBank
+    data: training.TrainingData
+    names: list[str]  # for distillation
+    queries: torch.Tensor | None  # [K, D] their embeddings; None without distillation
+    validation: Suite
+    test: Suite | None
+    stored: ImageFeatures | None  # of the validation images
+    reason: str  # where features come from, and why
+
+
+def prepare(tree: Tree) -> Prepared:
+    """Detector, data, suites and features of a training run."""
+    device = pick_device(tree["trainer"]["accelerator"])
+    detector = load_detector(tree["model"]).to(device)
+    place = locate(tree["data"])
+    bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
+    data = training.training_data(
+        find_file(place["annotations"], tree["data"]["train_file"]),
+        detector=detector,
+        images=training.make_images(detector, place["images"], tree["model"]["pad_value"]),
+        bank=bank,
+        n_negatives=tree["data"]["n_negatives"],
+        short_vocabularies=tree["data"]["short_vocabularies"],
+    )
+    names = training.coarse_names(tree["data"]["coarse_names"], place["annotations"])
+    queries = training.coarse_queries(bank, names) if tree["distill"]["name"] != "none" else None
+    validation = validation_suite(tree, detector, place, bank)
+    test = benchmark_suite(tree, detector, place, bank) if tree["test"] else None
+    data.dataset.embeddings = bank.embeddings  # the bank has grown since
+    work = work_of(tree, device)
+    data.dataset.stored, reason = training.stored_features(
+        tree["features"]["mode"], detector, data.dataset.images, **work
+    )
+    stored = None
+    if data.dataset.stored is not None:
+        stored, _ = training.stored_features("auto", detector, validation.images, **work)
+    return Prepared(detector, device, bank, data, names, queries, validation, test, stored, reason)
 
 
 def load_detector(model: Mapping[str, Any]) -> OwlDetector:

@@ -69,6 +69,7 @@ class Selection(pl.Callback):
         metric: the figure that decides, larger is better.
         path: where the best head goes.
         every_n_epochs: 0 = never: the last epoch is kept.
+        before_training: evaluate the pretrained head too, as epoch -1; it is a reference, not a candidate.
         start: what the first epoch has to beat. The published code starts at 0, so that an epoch with a validation mAP
             of 0 is never kept and a run of such epochs keeps nothing; here this is -inf unless compat=published.
         ema: evaluate and keep its average.
@@ -81,13 +82,19 @@ class Selection(pl.Callback):
         metric: str,
         path: Path,
         every_n_epochs: int = 1,
+        before_training: bool = False,
         start: float = -float("inf"),
         ema: HeadEma | None = None,
     ):
         self.evaluate, self.metric, self.path = evaluate, metric, path
-        self.every_n_epochs, self.best, self.ema = every_n_epochs, start, ema
+        self.every_n_epochs, self.before_training, self.best, self.ema = every_n_epochs, before_training, start, ema
         self.best_epoch: int | None = None
         self.history: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The pretrained head's figures, unless the run is continued."""
+        if self.before_training and self.every_n_epochs and not self.history:
+            self.history.append({"epoch": -1, **self.evaluate()})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluate where it is due; keep the head where it is better than all before."""

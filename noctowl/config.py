@@ -172,6 +172,7 @@ class Ema:
 class Selection:
     n_negatives: Annotated[int, Range(ge=1)]
     every_n_epochs: Annotated[int, Range(ge=0)]
+    before_training: bool
 
 
 @dataclass
@@ -197,6 +198,7 @@ class TrainConfig(Common):
     schedule: Schedule
     ema: Ema
     selection: Selection
+    test: bool
 
 
 @dataclass

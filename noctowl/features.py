@@ -173,14 +173,11 @@ def choose_mode(mode: Mode, detector: OwlDetector, n_images: int) -> tuple[Liter
     return "memory", f"features are computed once and kept in memory ({amounts})"
 
 
-def store(
-    detector: OwlDetector, images: ImageSet, *, batch_size: int, num_workers: int, device: torch.device
-) -> ImageFeatures:
-    """fp32 tokens [I, P, Dv] and boxes [I, P, 4] of all images, on the CPU."""
+def store(detector: OwlDetector, images: ImageSet, **work: Any) -> ImageFeatures:
+    """fp32 tokens [I, P, Dv] and boxes [I, P, 4] of all images, on the CPU. `work`: keyword arguments of `encode`."""
     width = detector.config.vision_config.hidden_size
     tokens = torch.empty(len(images), detector.num_patches, width)
     boxes = torch.empty(len(images), detector.num_patches, 4)
-    todo = range(len(images))
-    for rows, part in encode(detector, images, todo, batch_size=batch_size, num_workers=num_workers, device=device):
+    for rows, part in encode(detector, images, range(len(images)), **work):
         tokens[rows], boxes[rows] = part.tokens.float().cpu(), part.boxes.float().cpu()
     return ImageFeatures(tokens, boxes, None)

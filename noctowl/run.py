@@ -18,15 +18,15 @@ from rich.logging import RichHandler
 
 from noctowl import compose, runfolder, training
 from noctowl.assembly import (
+    Prepared,
     benchmark_suite,
     conventions_of,
     inherit,
     load_checkpoint,
-    load_detector,
     locate,
     pick_device,
+    prepare,
     validation_figures,
-    validation_suite,
     work_of,
 )
 from noctowl.callbacks import HeadEma, Selection
@@ -96,63 +96,24 @@ def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
     first = runfolder.process_rank() == 0
     if first:
         runfolder.write_settings(folder, tree, overrides)
-    detector, device = load_detector(tree["model"]), pick_device(tree["trainer"]["accelerator"])
-    detector.to(device)
-    place = locate(tree["data"])
-    bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
-    work = {
-        "batch_size": tree["benchmark"]["batch_size"],
-        "num_workers": tree["trainer"]["num_workers"],
-        "device": device,
-    }
-    images = training.make_images(detector, place["images"], tree["model"]["pad_value"])
-    data = training.training_data(
-        find_file(place["annotations"], tree["data"]["train_file"]),
-        detector=detector,
-        images=images,
-        bank=bank,
-        n_negatives=tree["data"]["n_negatives"],
-        short_vocabularies=tree["data"]["short_vocabularies"],
-    )
-    names = training.coarse_names(tree["data"]["coarse_names"], place["annotations"])
-    queries = training.coarse_queries(bank, names) if tree["distill"]["name"] != "none" else None
-    validation = validation_suite(tree, detector, place, bank)
-    test = benchmark_suite(tree, detector, place, bank)
-    data.dataset.embeddings = bank.embeddings
-    data.dataset.stored, reason = training.stored_features(tree["features"]["mode"], detector, images, **work)
-    log.info("training: %s vocabularies, %s images; %s", len(data.dataset), len(images), reason)
-    stored = None
-    if data.dataset.stored is not None:
-        stored, _ = training.stored_features("auto", detector, validation.images, **work)
-    conventions = {**conventions_of(tree), "short_vocabularies": tree["data"]["short_vocabularies"]}
-
-    def evaluate_epoch() -> dict[str, float]:
-        outcome = validation.predict(detector, folder / "predictions" / "validation", stored=stored, **work)
-        return validation_figures(validation.score(outcome, conventions)["metrics"])
-
+    ready = prepare(tree)
+    detector = ready.detector
+    log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.reason)
     ema = HeadEma(tree["ema"]["decay"]) if tree["ema"]["decay"] is not None else None
-    best = folder / "checkpoints" / "best.safetensors"
-    selection = Selection(
-        evaluate=evaluate_epoch,
-        metric="map",
-        path=best,
-        every_n_epochs=tree["selection"]["every_n_epochs"],
-        start=0.0 if tree["compat"] == "published" else -float("inf"),
-        ema=ema,
-    )
+    selection = _selection(tree, ready, folder, ema)
     module = NoctOWL(
         detector=detector,
         loss=tree["loss"],
         distill=tree["distill"],
         optimizer=tree["optimizer"],
         schedule=tree["schedule"],
-        coarse_queries=queries,
+        coarse_queries=ready.queries,
         compat=tree["compat"] != "clean",
     )
     loggers = training.make_loggers(folder, tree["logger"], name=f"{tree['name']}/{folder.name}", config=tree)
     lightning = training.fit(
         module,
-        data,
+        ready.data,
         folder=folder,
         loggers=loggers,
         trainer=tree["trainer"],
@@ -160,25 +121,25 @@ def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
         selection=selection,
         ema=ema,
     )
-    if not best.is_file():
+    if not selection.path.is_file():
         raise DataError(
-            f"{best}: no epoch was kept, since none had a validation mAP above 0 (compat=published starts there). "
-            "Use compat=training, or look at metrics.csv."
+            f"{selection.path}: no epoch was kept, since none had a validation mAP above 0 (compat=published starts "
+            "there). Use compat=training, or look at metrics.csv."
         )
-    load_head(detector.to(device), best)
+    load_head(detector.to(ready.device), selection.path)
+    names = "\n".join(ready.names)
     facts = {
-        "training": data.counts,
+        "training": ready.data.counts,
         "selection": {"epoch": selection.best_epoch, "metric": selection.metric, "history": selection.history},
         "steps": lightning.global_step,
-        "features": reason,
+        "features": ready.reason,
         "coarse_names": {
             "source": tree["data"]["coarse_names"],
-            "count": len(names),
-            "sha256": hashlib.sha256("\n".join(names).encode()).hexdigest(),
+            "count": len(ready.names),
+            "sha256": hashlib.sha256(names.encode()).hexdigest(),
         },
     }
-    outcome = test.predict(detector, folder / "predictions", **work)
-    results = finish(tree, folder, test, outcome, provenance_of(tree, detector, test, bank), facts, write=first)
+    results = _test(tree, ready, folder, facts, write=first)
     if first:
         export(detector, folder / "export", provenance=results["provenance"])
         for logger in loggers[1:]:  # metrics.csv stays the record of the training; results.json has these
@@ -186,6 +147,35 @@ def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
             logger.finalize("success")
         print(f"results: {folder / 'results.json'}")
     return {**results, "folder": str(folder)}
+
+
+def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None) -> Selection:
+    conventions = {**conventions_of(tree), "short_vocabularies": tree["data"]["short_vocabularies"]}
+    exchange = folder / "predictions" / "validation"
+
+    def evaluate_epoch() -> dict[str, float]:
+        outcome = ready.validation.predict(ready.detector, exchange, stored=ready.stored, **work_of(tree, ready.device))
+        return validation_figures(ready.validation.score(outcome, conventions)["metrics"])
+
+    return Selection(
+        evaluate=evaluate_epoch,
+        metric="map",
+        path=folder / "checkpoints" / "best.safetensors",
+        every_n_epochs=tree["selection"]["every_n_epochs"],
+        before_training=tree["selection"]["before_training"],
+        start=0.0 if tree["compat"] == "published" else -float("inf"),
+        ema=ema,
+    )
+
+
+def _test(tree: Tree, ready: Prepared, folder: Path, facts: Tree, *, write: bool) -> Tree:
+    """The benchmarks with the selected head, or results without metrics where test=false."""
+    origin = provenance_of(tree, ready.detector, ready.test or ready.validation, ready.bank)
+    if ready.test is None:
+        nothing: Tree = {"metrics": {}, "counts": {}, "ranks": {}}
+        return write_results(tree, folder, nothing, origin, facts, {}) if write else {**nothing, "provenance": origin}
+    outcome = ready.test.predict(ready.detector, folder / "predictions", **work_of(tree, ready.device))
+    return finish(tree, folder, ready.test, outcome, origin, facts, write=write)
 
 
 def evaluate(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:

@@ -137,13 +137,14 @@ def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
 
 
 def stored_features(
-    mode: Mode, detector: OwlDetector, images: ImageSet, *, batch_size: int, num_workers: int, device: torch.device
+    mode: Mode, detector: OwlDetector, images: ImageSet, **work: Any
 ) -> tuple[ImageFeatures | None, str]:
-    """Features of all images in memory, or None for live computation; and the reason in words."""
+    """Features of all images in memory, or None for live computation; and the reason in words.
+
+    `work`: batch_size, num_workers, device and autocast of `noctowl.features.encode`.
+    """
     chosen, reason = choose_mode(mode, detector, len(images))
-    if chosen == "live":
-        return None, reason
-    return store(detector, images, batch_size=batch_size, num_workers=num_workers, device=device), reason
+    return (None if chosen == "live" else store(detector, images, **work)), reason
 
 
 def fit(
