@@ -62,3 +62,37 @@ def write_fgovd(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def fresh_detector() -> Callable[..., Any]:
+    """fresh_detector("owlv2" | "owlvit", seed=0): the miniature with random weights, a new one at each call."""
+    from transformers import OwlViTConfig
+
+    from noctowl.architectures import image_processor, initialise, tiny
+    from noctowl.model import OwlDetector
+    from noctowl.text import small_clip_tokenizer
+
+    tokenizer = small_clip_tokenizer(())
+
+    def make(kind: str = "owlv2", seed: int = 0) -> OwlDetector:
+        config: Any = tiny(tokenizer)
+        if kind == "owlvit":
+            like = config.to_dict()
+            towers = {
+                part: {k: v for k, v in like[part].items() if k not in ("model_type", "architectures")}
+                for part in ("text_config", "vision_config")
+            }
+            config = OwlViTConfig(**towers, projection_dim=96)
+        model, processor = initialise(config, seed=seed), image_processor(config)
+        return OwlDetector(model, tokenizer=tokenizer, image_processor=processor, base_id=f"small {kind}, seed {seed}")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rendered data root: 12 training, 6 validation and 6 test images."""
+    from noctowl.data.synthetic import write_synthetic
+
+    return write_synthetic(tmp_path_factory.mktemp("world") / "root", n_train=12, n_val=6, n_test=6)
