@@ -59,9 +59,15 @@ def compose(entry: str, overrides: Sequence[str]) -> Tree:
 
 
 def jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep, in the order in which Hydra's basic sweeper runs them."""
+    """The overrides of each job of a sweep, in the order in which Hydra's basic sweeper runs them.
+
+    The parameters of a sweep file (`hydra.sweeper.params` of an experiment) come first.
+    """
     parsed, problems = _parse(overrides)
     raise_for(problems, lambda _: "command line")
+    experiment = next((o.value() for o in parsed if o.key_or_group == "experiment"), None)
+    params = _node(conf_dir() / f"experiment/{experiment}.yaml", "hydra.sweeper.params") or {}
+    parsed = _parse([f"{key}={value}" for key, value in params.items()])[0] + parsed
     batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [list(job) for batch in batches for job in batch]
 
@@ -171,7 +177,7 @@ def _origin(entry: str, overrides: list[Override]) -> Callable[[str], str]:
             choice = given.get(group) or _default_choice(entry, group)
             files.append(f"{group}/{choice}.yaml")
         for file in files:
-            if file.startswith("experiment") and not _mentions(conf_dir() / file, key):
+            if file.startswith("experiment") and _node(conf_dir() / file, key) is None:
                 continue
             return f"conf/{file}"
         return f"conf/{entry}.yaml"
@@ -184,10 +190,11 @@ def _default_choice(entry: str, group: str) -> str | None:
     return next((item[group] for item in defaults if isinstance(item, dict) and group in item), None)
 
 
-def _mentions(file: Path, key: str) -> bool:
+def _node(file: Path, key: str) -> Any:
+    """What a YAML file says at a dotted key; None where it says nothing."""
     node = yaml.safe_load(file.read_text()) if file.is_file() else None
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
-            return False
+            return None
         node = node[part]
-    return True
+    return node

@@ -134,6 +134,12 @@ def test_a_sweep_is_split_into_jobs():
     ]
 
 
+def test_a_sweep_file_multiplies():
+    found = jobs(["experiment=miniature/sweep", "trainer=cpu"])
+    assert len(found) == 2 * 4 * 3
+    assert found[0] == ["loss=triplet", "distill=none", "seed=0", "experiment=miniature/sweep", "trainer=cpu"]
+
+
 def test_origin_of_a_value_in_a_file(tmp_path: Path, monkeypatch):
     """A wrong value inside conf/ is blamed on its file."""
     import shutil
