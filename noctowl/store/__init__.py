@@ -1,0 +1,28 @@
+"""Feature store: tokens, boxes and objectness of images on disk, computed once per base model. See docs/features.md."""
+
+from noctowl.store.accuracy import measure, similarity_error
+from noctowl.store.build import BuildReport, build, check_room
+from noctowl.store.folder import FeatureStore, Room
+from noctowl.store.maintain import info, prune, verify
+from noctowl.store.reader import FeatureReader
+from noctowl.store.spec import Spec, describe
+from noctowl.store.tables import print_info, print_prune, print_verify
+
+__all__ = [
+    "BuildReport",
+    "FeatureReader",
+    "FeatureStore",
+    "Room",
+    "Spec",
+    "build",
+    "check_room",
+    "describe",
+    "info",
+    "measure",
+    "print_info",
+    "print_prune",
+    "print_verify",
+    "prune",
+    "similarity_error",
+    "verify",
+]

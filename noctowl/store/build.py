@@ -1,0 +1,244 @@
+"""Building a store: what is missing is encoded once and written shard by shard.
+
+Any number of processes and machines may build the same store at once: each claims a part of what nobody has yet, and
+all return when everything is there. A builder that dies loses the shard it was filling; the others take over its part.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noctowl.errors import DataError, ModelError
+from noctowl.features import ImageSet, encode
+from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.store.accuracy import similarity_error
+from noctowl.store.claims import Claims
+from noctowl.store.folder import FeatureStore, Room
+from noctowl.store.identity import VerifiedImages
+from noctowl.store.maintain import mend
+from noctowl.store.shards import write_shard
+from noctowl.store.spec import describe, pack, unpack
+
+SHARD_BYTES = 256 << 20
+LARGEST_PART = 1024  # images that a builder claims at a time, at most
+POLL = 0.2  # seconds between looks at what other builders have done
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did: distinct images asked for, found, encoded here, encoded by others meanwhile."""
+
+    images: int
+    found: int
+    encoded: int
+    others: int
+    shards: int
+    bytes: int
+    seconds: float
+
+
+def build(
+    store: FeatureStore,
+    detector: OwlDetector,
+    images: ImageSet,
+    rows: Sequence[int] | None = None,
+    *,
+    batch_size: int,
+    num_workers: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> BuildReport:
+    """Have features of `rows` (default: all) in the store. Nothing is written where nothing is missing.
+
+    Raises:
+        ModelError: the store is another model's.
+        DataError: too little room, a disk that fills up or cannot be written to, an image that cannot be read or is
+            changed meanwhile. Shards written so far stay, and the next build goes on from them.
+    """
+    _check_model(store, detector, images, device, autocast)
+    start, wanted = time.monotonic(), store.identities(images, rows)
+    distinct = {identity: row for row, identity in reversed(wanted.items())}
+    found = len(distinct.keys() & store.stored())
+    work: Any = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "autocast": autocast}
+    encoded = shards = 0
+    if found < len(distinct):
+        room = store.room(images, rows)
+        check_room(store, room)
+        with _clear_disk_errors(store, found, len(distinct)):
+            store.create(detector.base_id)
+            with Claims(store.folder) as claims:
+                with claims.lock():
+                    mend(store, full=False, repair=True, living={claims.builder, *claims.others()})
+                    found = len(distinct.keys() & store.stored())  # shards whose index was lost are back
+                with ShardWriter(store, detector, claims.builder, shard_bytes) as writer:
+                    for part in _parts(store, claims, distinct, writer.capacity):
+                        planned = {distinct[identity]: identity for identity in part}
+                        log.info("features: encoding %s images (%s)", len(part), store.folder)
+                        for batch, features in encode(detector, VerifiedImages(images, planned), list(planned), **work):
+                            writer.add([planned[row] for row in batch], features)
+                        writer.flush()
+                    encoded, shards = writer.images, writer.shards
+    return BuildReport(
+        images=len(distinct),
+        found=found,
+        encoded=encoded,
+        others=len(distinct) - found - encoded,
+        shards=shards,
+        bytes=encoded * store.spec.bytes_per_image,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _check_model(
+    store: FeatureStore, detector: OwlDetector, images: ImageSet, device: torch.device, autocast: torch.dtype | None
+) -> None:
+    spec = describe(detector, images.preprocessor, dtype=store.spec.dtype, device=device, autocast=autocast)
+    if spec != store.spec:
+        differing = [name for name, value in vars(spec).items() if value != getattr(store.spec, name)]
+        raise ModelError(
+            f"{store.folder}: belongs to another model or other settings ({', '.join(differing)} differ). Build the "
+            "store that is made for this model: FeatureStore.for_model, or features.mode=disk."
+        )
+
+
+def check_room(store: FeatureStore, room: Room) -> None:
+    """Raises DataError if the missing images do not fit on the disk, with both numbers and what else can be done."""
+    if room.needed <= room.free:
+        return
+    smaller = {"fp32": "features.dtype=fp16 (half the size), ", "fp16": "features.dtype=int8 (half the size), "}
+    raise DataError(
+        f"features: {room.missing} images need {room.needed / 1e9:.2f} GB ({room.needed} bytes), {store.root} has "
+        f"{room.free / 1e9:.2f} GB free ({room.free} bytes). Nothing was written. Use another disk for the store, "
+        f"{smaller.get(store.spec.dtype, '')}features.mode=live (no room needed, one pass of the backbone per epoch), "
+        "or `noctowl features prune`."
+    )
+
+
+def _parts(store: FeatureStore, claims: Claims, distinct: Mapping[str, int], capacity: int) -> Iterator[list[str]]:
+    """Parts of what is missing and claimed by nobody, in the order of rows, until everything is there.
+
+    A part is half of this builder's share of the rest, whole shards of it: the builders end at about the same time.
+    """
+    said = False
+    while True:
+        with claims.lock():
+            stored, others = store.stored(), claims.others()
+            missing = [identity for identity in distinct if identity not in stored]
+            taken = set().union(*others.values())
+            free = sorted((i for i in missing if i not in taken), key=distinct.__getitem__)
+            share = min(LARGEST_PART, len(free) // (2 * (len(others) + 1)))
+            part = free[: max(capacity, share - share % capacity)]
+            claims.take(part)
+        if part:
+            yield part
+        elif not missing:
+            return
+        else:
+            if not said:
+                log.info("features: waiting for %s images that other builders have claimed", len(missing))
+                said = True
+            time.sleep(POLL)
+
+
+class ShardWriter:
+    """Collects features and writes full shards, in the background while the next ones are encoded.
+
+    Leaving the context by an exception drops the shard that is being filled; one that is being written is finished.
+    """
+
+    def __init__(self, store: FeatureStore, detector: OwlDetector, builder: str, shard_bytes: int) -> None:
+        self.store, self.detector, self.builder = store, detector, builder
+        self.capacity = max(1, shard_bytes // store.spec.bytes_per_image)
+        self.images = self.shards = 0
+        self._rows: dict[str, Tensor] = {}
+        self._identities: list[str] = []
+        self._facts: dict[str, Any] = {}
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: Future[Any] | None = None
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+
+    def add(self, identities: Sequence[str], features: ImageFeatures) -> None:
+        """A batch of encoded images. Raises what writing an earlier shard raised."""
+        packed = pack(features, self.store.spec)
+        start = 0
+        while start < len(identities):
+            if not self._identities:
+                self._begin(features)
+            used = len(self._identities)
+            n = min(self.capacity - used, len(identities) - start)
+            for name, rows in self._rows.items():
+                rows[used : used + n] = packed[name][start : start + n]
+            self._identities += identities[start : start + n]
+            start += n
+            if len(self._identities) == self.capacity:
+                self._write()
+
+    def flush(self) -> None:
+        """Write what there is and wait until it is on the disk."""
+        if self._identities:
+            self._write()
+        self._wait()
+
+    def _begin(self, features: ImageFeatures) -> None:
+        """A new buffer; the first image shows what the dtype costs."""
+        spec = self.store.spec
+        self._rows = {f.name: torch.empty(self.capacity, *f.shape, dtype=f.dtype) for f in spec.fields}
+        error = {"cosine": 0.0, "bound": 0.0}
+        if spec.dtype != "fp32":
+            objectness = None if features.objectness is None else features.objectness[:1]
+            first = ImageFeatures(features.tokens[:1], features.boxes[:1], objectness)
+            packed = pack(first, spec)
+            stored = unpack(packed["tokens"], packed.get("scales"))  # [1, P, Dv]
+            error = similarity_error(self.detector, first.tokens.float(), stored.to(first.tokens.device))
+        made = {"device": str(features.tokens.device.type), "torch": str(torch.__version__)}
+        self._facts = {**made, "error": error}
+
+    def _write(self) -> None:
+        self._wait()
+        name, count = f"shard-{self.builder}-{self.shards:05d}", len(self._identities)
+        rows = {name: value[:count] for name, value in self._rows.items()}
+        arguments = (self.store.folder, name, self.store.spec, rows, self._identities, self._facts)
+        self._writing = self._pool.submit(write_shard, *arguments)
+        self.images, self.shards = self.images + count, self.shards + 1
+        self._rows, self._identities = {}, []
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+
+@contextmanager
+def _clear_disk_errors(store: FeatureStore, found: int, images: int) -> Iterator[None]:
+    """Errors of the disk in the user's words. What was written whole stays."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            kept = len(store.stored())
+            raise DataError(
+                f"{store.folder}: the disk is full ({error.strerror}). {kept} images are stored ({found} before), of "
+                f"{images} asked for; they stay. Make room and build again, which goes on from there; or use "
+                "features.dtype=fp16, features.mode=live, or another disk."
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise DataError(
+                f"{store.folder}: cannot be written to ({error.strerror}); {images - found} of {images} images are "
+                "missing. Reading works. Build it where it can be written, or use features.mode=live or memory."
+            ) from error
+        raise

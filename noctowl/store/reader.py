@@ -1,0 +1,141 @@
+"""Stored features in the place of `ImageFeatures`: `reader.tokens[row]`, `reader.boxes[[1, 5, 7]]`, read when asked for.
+
+Legend: I images, P patches, Dv vision width. Rows are those of the image set.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noctowl.errors import DataError
+from noctowl.model import ImageFeatures
+from noctowl.store.shards import MappedShard, ShardIndex, row_crc
+from noctowl.store.spec import Spec, unpack
+
+ABSENT = -1
+
+
+class FeatureReader:
+    """Features of images by row, from memory-mapped shards; fp32 tensors whatever the store's dtype.
+
+    Attributes: `tokens` [I, P, Dv], `boxes` [I, P, 4], `objectness` [I, P] or None: indexed by a row, or by a list of
+    rows, slice or tensor, which gives a stack. A single row of an fp32 store is a view of the map: no copy.
+
+    Every row's CRC-32 is compared the first time that a process reads it (`verify=False` leaves that out). Maps are
+    opened when needed, by each process for itself: a reader may be pickled, forked and spawned.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: Spec,
+        indexes: Sequence[ShardIndex],
+        identities: Mapping[int, str],
+        n_rows: int,
+        names: Sequence[str] = (),
+        *,
+        verify: bool = True,
+    ) -> None:
+        self.folder, self.spec, self.verify, self.names = folder, spec, verify, names
+        self.indexes = [ShardIndex(**{**vars(index), "entries": ()}) for index in indexes]
+        where = {e.identity: (s, e.row, e.crc32) for s, index in enumerate(indexes) for e in index.entries}
+        self._shard = np.full(n_rows, ABSENT, np.int32)
+        self._row = np.zeros(n_rows, np.int32)
+        self._crc = np.zeros(n_rows, np.uint32)
+        self._seen = np.zeros(n_rows, np.bool_)
+        missing = [row for row, identity in identities.items() if identity not in where]
+        if missing:
+            named = ", ".join(self._name(row) for row in missing[:5]) + (", …" if len(missing) > 5 else "")
+            raise DataError(
+                f"{folder}: {len(missing)} of {len(identities)} images are not in this store: {named}. Build it first: "
+                "`noctowl features build`, or features.mode=disk, which builds what is missing."
+            )
+        for row, identity in identities.items():
+            self._shard[row], self._row[row], self._crc[row] = where[identity]
+        self._open: dict[int, MappedShard] = {}
+        self.tokens, self.boxes = Column(self, "tokens"), Column(self, "boxes")
+        self.objectness = Column(self, "objectness") if spec.objectness else None
+
+    def __len__(self) -> int:
+        return len(self._shard)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def read(self, rows: Sequence[int]) -> ImageFeatures:
+        """fp32 features of some images, stacked. Raises DataError where a row was not asked for or is damaged."""
+        objectness = None if self.objectness is None else self.objectness[rows]
+        return ImageFeatures(self.tokens[rows], self.boxes[rows], objectness)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Have the system read these rows from disk in the background; where it cannot, nothing happens."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for row in rows:
+            index, start = self.indexes[self._shard[row]], 0
+            with (self.folder / f"{index.name}.safetensors").open("rb") as file:
+                for item in self.spec.fields:
+                    first = index.data_start + start + int(self._row[row]) * item.row_bytes
+                    os.posix_fadvise(file.fileno(), first, item.row_bytes, os.POSIX_FADV_WILLNEED)
+                    start += index.count * item.row_bytes
+
+    def get(self, name: str, row: int) -> Tensor:
+        """One tensor of one image, fp32."""
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} images")
+        row = row % len(self)
+        number = int(self._shard[row])
+        if number == ABSENT:
+            raise DataError(f"{self.folder}: {self._name(row)} was not asked for when the store was opened")
+        if number not in self._open:
+            self._open[number] = MappedShard(self.folder, self.indexes[number], self.spec)
+        shard, place = self._open[number], int(self._row[row])
+        if self.verify and not self._seen[row]:
+            if row_crc(shard.row(place)) != int(self._crc[row]):
+                raise DataError(
+                    f"{self.folder / self.indexes[number].name}.safetensors: the features of {self._name(row)} are "
+                    "damaged (CRC-32). Run `noctowl features verify --repair` and build again: only what is damaged "
+                    "is computed anew."
+                )
+            self._seen[row] = True
+        value = shard.tensors[name][place]
+        if name != "tokens":
+            return value
+        scales = shard.tensors.get("scales")
+        return unpack(value, None if scales is None else scales[place])
+
+    def _name(self, row: int) -> str:
+        return self.names[row] if row < len(self.names) else f"row {row}"
+
+
+class Column:
+    """One tensor of all images, indexed like a tensor along its first dimension."""
+
+    def __init__(self, reader: FeatureReader, name: str) -> None:
+        self.reader, self.name = reader, name
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the stacked tensor would have it."""
+        fields = {field.name: field.shape for field in self.reader.spec.fields}
+        return torch.Size((len(self.reader), *fields[self.name]))
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """fp32 [...] for an integer, [n, ...] for a list, array, tensor or slice of rows."""
+        if isinstance(rows, slice):
+            rows = range(*rows.indices(len(self)))
+        elif isinstance(rows, (Tensor, np.ndarray)):
+            rows = rows.tolist()
+        if not isinstance(rows, Sequence):
+            return self.reader.get(self.name, int(rows))
+        if not len(rows):
+            return torch.empty(0, *self.shape[1:])
+        return torch.stack([self.reader.get(self.name, int(row)) for row in rows])

@@ -1,0 +1,247 @@
+"""Shards and their indexes: written whole or not at all, read by known offsets, checked row by row.
+
+A shard is a safetensors file; its index is a JSON file of the same name. The index is all that reading needs; the
+shard's own header carries the same list once more, so that a shard whose index was lost is not lost.
+
+Each image has two checksums over its bytes in the order of `Spec.fields`: CRC-32, checked when a row is first read, and
+sha256, checked by `verify`.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from noctowl.errors import DataError
+from noctowl.hashing import tensor_bytes
+from noctowl.runfolder import atomic
+from noctowl.store.spec import Field, Spec, canonical
+
+ALIGNMENT = 64  # bytes; where the tensors of a shard begin
+MAX_HEADER = 64 << 20
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.int8: "I8"}
+
+
+class Entry(NamedTuple):
+    """One image in a shard."""
+
+    row: int
+    identity: str
+    crc32: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """What a shard holds. `count` rows lie in it; those without an entry were found damaged and are not read."""
+
+    name: str  # without suffix
+    key: str
+    count: int
+    data_start: int
+    bytes: int
+    header_sha256: str
+    entries: tuple[Entry, ...]
+    facts: dict[str, Any] = field(default_factory=dict)  # device, versions, error of the dtype
+
+
+class Damaged(Exception):
+    """A shard or index that must not be read; `kind` as in `verify`'s report."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder last through a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def row_sums(parts: Sequence[Tensor]) -> tuple[int, str]:
+    """CRC-32 and sha256 of one image's tensors."""
+    crc, digest = 0, hashlib.sha256()
+    for part in parts:
+        data = tensor_bytes(part)
+        crc = zlib.crc32(data, crc)
+        digest.update(data)
+    return crc, digest.hexdigest()
+
+
+def row_crc(parts: Sequence[Tensor]) -> int:
+    """The quick one of the two."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(tensor_bytes(part), crc)
+    return crc
+
+
+def offsets(spec: Spec, count: int) -> Iterator[tuple[Field, int]]:
+    """Each tensor with its offset from the start of the data."""
+    start = 0
+    for item in spec.fields:
+        yield item, start
+        start += count * item.row_bytes
+
+
+def write_shard(
+    folder: Path, name: str, spec: Spec, rows: Mapping[str, Tensor], identities: Sequence[str], facts: Mapping[str, Any]
+) -> ShardIndex:
+    """Write shard and index; `rows` are the packed tensors [n, ...] of the images `identities`.
+
+    The shard appears first. A crash between the two leaves a shard without index, which the next build takes up.
+    """
+    sums = [row_sums([rows[f.name][i] for f in spec.fields]) for i in range(len(identities))]
+    entries = tuple(Entry(i, identity, *sums[i]) for i, identity in enumerate(identities))
+    header = _header(spec, entries, facts)
+    index = _index(name, spec.key, len(entries), header, spec, entries, dict(facts))
+    with atomic(folder / f"{name}.safetensors") as file:
+        file.write(header)
+        for item in spec.fields:
+            file.write(tensor_bytes(rows[item.name]))
+    write_index(folder, index)
+    return index
+
+
+def write_index(folder: Path, index: ShardIndex) -> None:
+    """The index beside its shard, with a digest of its own."""
+    content = asdict(index) | {"entries": [list(entry) for entry in index.entries]}
+    with atomic(folder / f"{index.name}.json") as file:
+        file.write(canonical({"digest": hashlib.sha256(canonical(content)).hexdigest(), "index": content}))
+    sync_folder(folder)
+
+
+def _header(spec: Spec, entries: Sequence[Entry], facts: Mapping[str, Any]) -> bytes:
+    """safetensors header: length, JSON, padded with spaces so that the data begins aligned."""
+    count = len(entries)
+    content: dict[str, Any] = {}
+    for item, start in offsets(spec, count):
+        span = [start, start + count * item.row_bytes]
+        content[item.name] = {
+            "dtype": SAFETENSORS_NAMES[item.dtype],
+            "shape": [count, *item.shape],
+            "data_offsets": span,
+        }
+    own = {"key": spec.key, "entries": [list(entry) for entry in entries], "facts": dict(facts)}
+    content["__metadata__"] = {"noctowl": canonical(own).decode()}
+    text = canonical(content)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _index(
+    name: str, key: str, count: int, header: bytes, spec: Spec, entries: tuple[Entry, ...], facts: dict[str, Any]
+) -> ShardIndex:
+    total = len(header) + count * spec.bytes_per_image
+    return ShardIndex(name, key, count, len(header), total, hashlib.sha256(header).hexdigest(), entries, facts)
+
+
+def read_index(path: Path, spec: Spec) -> ShardIndex:
+    """The index file `path`, found to belong to the store and to its shard's size.
+
+    Raises Damaged: "index" (unreadable), "foreign" (another store's), "no shard", "truncated" (another size).
+    """
+    try:
+        stored = json.loads(path.read_bytes())
+        content = stored["index"]
+        if hashlib.sha256(canonical(content)).hexdigest() != stored["digest"]:
+            raise ValueError("its digest does not fit its content")
+        index = ShardIndex(**content | {"entries": tuple(Entry(*entry) for entry in content["entries"])})
+        if index.name != path.stem or any(not 0 <= entry.row < index.count for entry in index.entries):
+            raise ValueError("its content contradicts itself")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged("index", f"{path}: not a readable index ({type(error).__name__}: {error})") from error
+    if index.key != spec.key:
+        raise Damaged("foreign", f"{path}: belongs to the store {index.key}, not to {spec.key}")
+    shard = path.with_suffix(".safetensors")
+    try:
+        found = shard.stat().st_size
+    except FileNotFoundError as error:
+        raise Damaged("no shard", f"{path}: its shard is missing") from error
+    expected = index.data_start + index.count * spec.bytes_per_image
+    if not found == index.bytes == expected:
+        raise Damaged("truncated", f"{shard}: {found} bytes; it was written with {expected}")
+    return index
+
+
+def header_sha256(shard: Path, data_start: int) -> str:
+    """sha256 of everything before the data."""
+    with shard.open("rb") as file:
+        return hashlib.sha256(file.read(data_start)).hexdigest()
+
+
+def recover_index(shard: Path, spec: Spec) -> ShardIndex:
+    """The index of a shard from the shard itself, every row checked.
+
+    Raises Damaged: "truncated", "header" (unreadable), "foreign", "checksum" (no row is good).
+    """
+    try:
+        with shard.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= MAX_HEADER:
+                raise ValueError(f"header of {length} bytes")
+            text = file.read(length)
+        own = json.loads(json.loads(text)["__metadata__"]["noctowl"])
+        entries = tuple(Entry(*entry) for entry in own["entries"])
+        key, facts = own["key"], own["facts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged("header", f"{shard}: not a readable header ({type(error).__name__}: {error})") from error
+    if key != spec.key:
+        raise Damaged("foreign", f"{shard}: belongs to the store {key}, not to {spec.key}")
+    header = length.to_bytes(8, "little") + text
+    if header != _header(spec, entries, facts):
+        raise Damaged("header", f"{shard}: its header contradicts itself")
+    index = _index(shard.stem, key, len(entries), header, spec, entries, facts)
+    if shard.stat().st_size != index.bytes:
+        raise Damaged("truncated", f"{shard}: {shard.stat().st_size} bytes; it was written with {index.bytes}")
+    return without_bad_rows(index, bad_rows(shard.parent, index, spec))
+
+
+def bad_rows(folder: Path, index: ShardIndex, spec: Spec) -> list[Entry]:
+    """Entries whose bytes are not those that were written (sha256)."""
+    shard = MappedShard(folder, index, spec)
+    return [entry for entry in index.entries if row_sums(shard.row(entry.row))[1] != entry.sha256]
+
+
+def without_bad_rows(index: ShardIndex, bad: Sequence[Entry]) -> ShardIndex:
+    """The index of what is left. Raises Damaged ("checksum") if nothing is."""
+    good = tuple(entry for entry in index.entries if entry not in set(bad))
+    if not good:
+        raise Damaged("checksum", f"{index.name}: none of its {index.count} rows has the checksum it was written with")
+    return ShardIndex(**{**vars(index), "entries": good})
+
+
+class MappedShard:
+    """The tensors [n, ...] of a shard as a private memory map: reading a row reads that row, the file stays as it is.
+
+    The map needs no open file, so a store of many shards does not run into the limit of open files.
+    """
+
+    def __init__(self, folder: Path, index: ShardIndex, spec: Spec) -> None:
+        path = folder / f"{index.name}.safetensors"
+        try:
+            storage = torch.UntypedStorage.from_file(str(path), False, index.bytes)
+        except RuntimeError as error:
+            raise DataError(
+                f"{path}: cannot be mapped ({str(error).splitlines()[0]}). If the shard is missing or was cut, run "
+                "`noctowl features verify --repair` and build again."
+            ) from error
+        self.tensors: dict[str, Tensor] = {}
+        for item, start in offsets(spec, index.count):
+            shape, first = (index.count, *item.shape), (index.data_start + start) // item.dtype.itemsize
+            self.tensors[item.name] = torch.empty(0, dtype=item.dtype).set_(storage, first, shape)
+
+    def row(self, row: int) -> list[Tensor]:
+        """One image's tensors in the order of `Spec.fields`: views of the map."""
+        return [tensor[row] for tensor in self.tensors.values()]

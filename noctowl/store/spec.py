@@ -1,0 +1,155 @@
+"""What a feature store depends on, its key, and how one image's features lie in it.
+
+Legend: P patches, Dv vision width. An image's *identity* is the sha256 of its file and the size that the annotations
+expect (it decides about EXIF orientation): "<sha256>-<width>x<height>".
+
+The key is the sha256 of everything that the numbers depend on besides the image. Two runs share a store exactly if all
+of it is equal; loss, head, margin, rate, seed and split are not among it.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from noctowl.data.images import Preprocessor
+from noctowl.errors import ConfigError, DataError
+from noctowl.model import ImageFeatures, OwlDetector
+
+Dtype = Literal["fp32", "fp16", "int8"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
+ENCODER_VERSION = 1  # raise it whenever `OwlDetector.encode_images` or the way to RGB gives other numbers
+LAYOUT_VERSION = 1  # raise it whenever shards or indexes are written differently
+
+
+class Field(NamedTuple):
+    """One tensor of a shard: shape without the leading dimension of images."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one image."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All ingredients of a store's key, and the shapes that follow from them."""
+
+    base_sha256: str
+    processor: dict[str, Any]
+    dtype: Dtype
+    arithmetic: str  # "float32" is exact; TF32 and autocast are other numbers, so other stores
+    encoder_version: int
+    layout_version: int
+    patches: int
+    width: int
+    objectness: bool
+
+    @property
+    def key(self) -> str:
+        """sha256 over all fields."""
+        return hashlib.sha256(canonical(asdict(self))).hexdigest()
+
+    @property
+    def fields(self) -> list[Field]:
+        """Tensors of a shard in their order: fp32 ones first, so that all are aligned. Boxes are fp32 always."""
+        fields = [Field("boxes", torch.float32, (self.patches, 4))]
+        if self.objectness:
+            fields.append(Field("objectness", torch.float32, (self.patches,)))
+        if self.dtype == "int8":
+            fields.append(Field("scales", torch.float32, (self.patches,)))
+        return [*fields, Field("tokens", DTYPES[self.dtype], (self.patches, self.width))]
+
+    @property
+    def bytes_per_image(self) -> int:
+        """Bytes of one image's tensors; its line in the index comes to some 400 more, twice."""
+        return sum(field.row_bytes for field in self.fields)
+
+
+def canonical(value: Any) -> bytes:
+    """JSON that is the same for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def describe(
+    detector: OwlDetector,
+    preprocessor: Preprocessor,
+    *,
+    dtype: str = "fp32",
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> Spec:
+    """The spec of features that `detector` computes on `device` of images that `preprocessor` prepares.
+
+    Raises ConfigError for a dtype that is not offered.
+    """
+    return Spec(
+        base_sha256=detector.content_hash(),
+        processor=preprocessor.settings(),
+        dtype=check_dtype(dtype),
+        arithmetic=_arithmetic(device, autocast),
+        encoder_version=ENCODER_VERSION,
+        layout_version=LAYOUT_VERSION,
+        patches=detector.num_patches,
+        width=int(detector.config.vision_config.hidden_size),
+        objectness=detector.model_type == "owlv2",
+    )
+
+
+def check_dtype(dtype: str) -> Dtype:
+    """Raises ConfigError for anything but fp32, fp16 and int8."""
+    if dtype in ("bf16", "bfloat16"):
+        raise ConfigError(
+            "features.dtype=bf16 is not offered: it takes as much room as fp16 and rounds 8 times as coarsely "
+            "(8 bits of precision against 11). Use fp16, or fp32 for exact features."
+        )
+    if dtype not in DTYPES:
+        raise ConfigError(f"features.dtype={dtype!r}: allowed are {', '.join(DTYPES)}.")
+    return dtype  # type: ignore[return-value]
+
+
+def _arithmetic(device: torch.device, autocast: torch.dtype | None) -> str:
+    if autocast is not None:
+        return f"autocast {str(autocast).removeprefix('torch.')} on {device.type}"
+    if device.type != "cuda":
+        return "float32"
+    reduced = [("convolutions", torch.backends.cudnn.allow_tf32), ("products", torch.backends.cuda.matmul.allow_tf32)]
+    return ", ".join(["float32", *(f"TF32 {name}" for name, on in reduced if on)])
+
+
+def pack(features: ImageFeatures, spec: Spec) -> dict[str, Tensor]:
+    """Tensors of a batch as the shard holds them, on the CPU.
+
+    int8: one scale per token, max |x| / 127. Raises DataError for values that the dtype cannot hold.
+    """
+    tokens = features.tokens.float()  # [B, P, Dv]
+    packed = {"boxes": features.boxes.float()}
+    if spec.objectness:
+        assert features.objectness is not None
+        packed["objectness"] = features.objectness.float()
+    if spec.dtype == "int8":
+        scales = (tokens.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # [B, P]
+        packed["scales"] = scales
+        packed["tokens"] = (tokens / scales.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+    else:
+        packed["tokens"] = tokens.to(DTYPES[spec.dtype])
+    for name, value in packed.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise DataError(
+                f"features: {name} in {spec.dtype} are not all finite (largest token {float(tokens.abs().max()):.3g}). "
+                + ("The weights or the image are broken." if spec.dtype != "fp16" else "Use features.dtype=fp32.")
+            )
+    return {field.name: packed[field.name].cpu() for field in spec.fields}
+
+
+def unpack(tokens: Tensor, scales: Tensor | None) -> Tensor:
+    """fp32 tokens [*n, P, Dv] of stored ones; fp32 is handed through without a copy."""
+    return tokens.float() if scales is None else tokens.float() * scales.unsqueeze(-1)

@@ -1,0 +1,57 @@
+"""What `verify`, `info` and `prune` found, on the screen."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ABSENT = "–"
+
+
+def print_verify(reports: Sequence[Mapping[str, Any]], console: Console | None = None) -> int:
+    """One line per problem. Returns the exit code: 1 if anything is wrong and was not repaired."""
+    console = console or Console()
+    table = _table("feature stores, every byte checked", ("store", "file", "problem", "images", "action"))
+    for report in reports:
+        for problem in report["problems"]:
+            action = problem["action"] if report["repaired"] else f"with --repair: {problem['action']}"
+            kind = f"{problem['kind']}: {problem['detail']}" if problem["kind"] == "checksum" else problem["kind"]
+            table.add_row(report["key"][:12], problem["file"], kind, str(problem["images"]), action)
+    if table.row_count:
+        console.print(table)
+    for report in reports:
+        count = len(report["problems"])
+        end = "all good" if not count else f"{count} problems" + (", repaired" if report["repaired"] else "")
+        console.print(f"{report['key'][:12]}: {report['images']} images in {report['shards']} shards, {end}")
+    return int(any(report["problems"] and not report["repaired"] for report in reports))
+
+
+def print_info(reports: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """One line per store; the error is that of similarities, under random queries and at most."""
+    console = console or Console()
+    columns = ("store", "base", "dtype", "side", "images", "shards", "GB", "MB/image", "error", "at most")
+    table = _table("feature stores", columns)
+    for r in reports:
+        error = [f"{r['error'][name]:.1e}" if r["error"] else ABSENT for name in ("cosine", "bound")]
+        images = f"{r['images']}" + (f" (+{r['duplicates']} twice)" if r["duplicates"] else "")
+        amount = f"{r['bytes'] / 1e9:.2f}", f"{r['bytes_per_image'] / 1e6:.2f}"
+        side = str(r["resolution"][0]) if r["resolution"] else ABSENT
+        table.add_row(r["key"][:12], r["base"], r["dtype"], side, images, str(r["shards"]), *amount, *error)
+    console.print(table)
+
+
+def print_prune(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """What was or would be removed."""
+    console = console or Console()
+    table = _table("features prune", ("path", "GB", "why", "removed"))
+    for item in found:
+        table.add_row(item["path"], f"{item['bytes'] / 1e9:.2f}", item["why"], "yes" if item["removed"] else "no")
+    console.print(table if found else "nothing to remove")
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
