@@ -151,7 +151,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         raise DataError(f"{folder} is not a run folder: {path.name} is missing. Pass the folder that a run printed.")
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not readable as YAML ({error})") from error
     if not isinstance(tree, dict):
         raise DataError(f"{path}: a mapping of settings is needed, found {type(tree).__name__}")
     return tree
@@ -163,7 +166,7 @@ def read_results(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is missing: the run has not finished, or this is not a run folder")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise DataError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(results, dict) or results.get("version") != RESULTS_VERSION:
         found = results.get("version") if isinstance(results, dict) else type(results).__name__
