@@ -72,8 +72,7 @@ def build(
     work: Any = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "autocast": autocast}
     encoded = shards = 0
     if found < len(distinct):
-        room = store.room(images, rows)
-        check_room(store, room)
+        check_room(store, store.room_of(distinct.keys()))
         with _clear_disk_errors(store, found, len(distinct)):
             store.create(detector.base_id)
             with Claims(store.folder) as claims:

@@ -9,7 +9,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -82,7 +82,10 @@ class FeatureStore:
 
     def room(self, images: ImageSet, rows: Sequence[int] | None = None) -> Room:
         """Bytes needed and free for building these images."""
-        wanted = set(self.identities(images, rows).values())
+        return self.room_of(set(self.identities(images, rows).values()))
+
+    def room_of(self, wanted: Set[str]) -> Room:
+        """The same by identities."""
         missing = wanted - self.stored()
         return Room(len(wanted), len(missing), len(missing) * self.spec.bytes_per_image, free_bytes(self.root))
 

@@ -1,8 +1,8 @@
 """Which image is it: the content of a file, not its name.
 
 A file is hashed anew whenever anything about it has changed. What is remembered is kept in `hashes.json` of the store's
-root, by path, size, time of change and inode; a file changed within the last seconds is never remembered, since a second
-change could leave no trace in its times.
+root, by path, size, time of change and inode; a file changed within the last seconds is never remembered, since a
+second change could leave no trace in its times.
 """
 
 import hashlib

@@ -195,10 +195,10 @@ def info(root: str | Path, keys: Sequence[str] | None = None) -> list[dict[str, 
 
 
 def prune(root: str | Path, keep: Sequence[str] | None, *, dry_run: bool = True) -> list[dict[str, Any]]:
-    """Remove all stores but those with the keys in `keep` (None: no store), and what dead builds left in the others.
+    """Remove all stores but those with the keys in `keep` (None keeps all), and what dead builds left in the others.
 
-    Returns what was or (dry run, the default) would be removed: "path", "bytes", "why", "removed". Stores that are being
-    built are left. Raises DataError for a key that is not there: nothing is removed then.
+    Returns what was or (dry run, the default) would be removed: "path", "bytes", "why", "removed". Stores that are
+    being built are left. Raises DataError for a key that is not there: nothing is removed then.
     """
     every = list(stores(root))
     kept = every if keep is None else _chosen(root, keep)

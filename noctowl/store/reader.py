@@ -1,4 +1,4 @@
-"""Stored features in the place of `ImageFeatures`: `reader.tokens[row]`, `reader.boxes[[1, 5, 7]]`, read when asked for.
+"""Stored features in the place of `ImageFeatures`: `reader.tokens[row]`, `reader.boxes[[1, 5, 7]]`, read when needed.
 
 Legend: I images, P patches, Dv vision width. Rows are those of the image set.
 """

@@ -240,7 +240,9 @@ class MappedShard:
         self.tensors: dict[str, Tensor] = {}
         for item, start in offsets(spec, index.count):
             shape, first = (index.count, *item.shape), (index.data_start + start) // item.dtype.itemsize
-            self.tensors[item.name] = torch.empty(0, dtype=item.dtype).set_(storage, first, shape)
+            strides = torch.empty(shape, device="meta").stride()
+            empty: Any = torch.empty(0, dtype=item.dtype)
+            self.tensors[item.name] = empty.set_(storage, first, shape, strides)
 
     def row(self, row: int) -> list[Tensor]:
         """One image's tensors in the order of `Spec.fields`: views of the map."""

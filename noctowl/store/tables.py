@@ -30,14 +30,15 @@ def print_verify(reports: Sequence[Mapping[str, Any]], console: Console | None =
 def print_info(reports: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """One line per store; the error is that of similarities, under random queries and at most."""
     console = console or Console()
-    columns = ("store", "base", "dtype", "side", "images", "shards", "GB", "MB/image", "error", "at most")
+    columns = ("store", "dtype", "side", "images", "shards", "GB", "MB/im.", "error", "at most", "base")
     table = _table("feature stores", columns)
     for r in reports:
         error = [f"{r['error'][name]:.1e}" if r["error"] else ABSENT for name in ("cosine", "bound")]
         images = f"{r['images']}" + (f" (+{r['duplicates']} twice)" if r["duplicates"] else "")
         amount = f"{r['bytes'] / 1e9:.2f}", f"{r['bytes_per_image'] / 1e6:.2f}"
         side = str(r["resolution"][0]) if r["resolution"] else ABSENT
-        table.add_row(r["key"][:12], r["base"], r["dtype"], side, images, str(r["shards"]), *amount, *error)
+        base = r["base"].rstrip("/").split("/")[-1]
+        table.add_row(r["key"][:8], r["dtype"], side, images, str(r["shards"]), *amount, *error, base)
     console.print(table)
 
 
@@ -53,5 +54,5 @@ def print_prune(found: Sequence[Mapping[str, Any]], console: Console | None = No
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in ("error", "at most", "store", "MB/im."))
     return table
