@@ -57,9 +57,9 @@ def test_rank(monkeypatch, variables, rank):
 def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "results.json"
     runfolder.write_json(path, {"a": 1})
-    with pytest.raises(RuntimeError), runfolder.atomic(path) as file:
+    with pytest.raises(TypeError), runfolder.atomic(path) as file:  # noqa: PT012
         file.write(b'{"a": 2, "b": ')
-        raise RuntimeError
+        file.write("text")  # fails half-way
     with pytest.raises(ValueError):
         runfolder.write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
@@ -67,8 +67,9 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
 
 
 def test_settings_can_be_read_again(tmp_path):
+    overrides = ["seed=3", "data.root=daten/größe"]
     tree = {"data": {"root": "daten/größe"}, "seed": 3, "ema": {"decay": None}}
-    runfolder.write_settings(tmp_path, tree, ["seed=3", "data.root=daten/größe"])
+    runfolder.write_settings(tmp_path, tree, overrides)
     assert runfolder.read_config(tmp_path) == tree
     assert yaml.safe_load((tmp_path / "overrides.yaml").read_text(encoding="utf-8")) == [
         "seed=3",
