@@ -186,7 +186,7 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
     first = runfolder.process_rank() == 0
     if first:
         runfolder.write_settings(folder, tree, list(overrides))
-    place = locate(tree["data"])
+    place = locate(tree["data"], images=tree["predictions"] is None)
     if tree["predictions"] is not None:
         return _rescore(tree, folder, place)
     device = pick_device(tree["trainer"]["accelerator"])

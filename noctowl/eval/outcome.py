@@ -1,6 +1,8 @@
 """What one pass over the images gave, as one thing that can be saved, loaded and merged between processes."""
 
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +42,13 @@ class Outcome:
             raise DataError(f"{folder} holds no predictions (*.npz). Pass a run folder, or its predictions/.")
         coarse = None
         if (folder / COARSE_FILE).is_file():
-            with np.load(folder / COARSE_FILE, allow_pickle=False) as arrays:
-                coarse = Detections(*(arrays[name] for name in ("image", "label", "boxes", "scores")))
-        counters = json.loads((folder / "counters.json").read_text()) if (folder / "counters.json").is_file() else {}
+            arrays = _load(folder / COARSE_FILE)
+            coarse = Detections(*(arrays[name] for name in ("image", "label", "boxes", "scores")))
+        path = folder / "counters.json"
+        try:
+            counters = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except ValueError as error:
+            raise DataError(f"{path}: not readable as JSON ({error}). Predict again.") from error
         return cls({path.stem: Predictions.load(path) for path in files}, coarse, counters)
 
     @classmethod
@@ -67,5 +73,12 @@ def load_lengths(folder: Path) -> dict[str, np.ndarray]:
     path = folder / LENGTHS_FILE
     if not path.is_file():
         raise DataError(f"{path} is missing: predictions are scored with the token counts written beside them")
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    return _load(path)
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: truncated, or no file of arrays ({error}). Predict again.") from error
