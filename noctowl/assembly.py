@@ -3,6 +3,7 @@
 `tree` is a checked, plain configuration (see `noctowl.config`).
 """
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,17 +26,32 @@ Tree = dict[str, Any]
 
 
 def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """Model and data of the run that is evaluated, unless the command line names others."""
+    """Model and data of the run that is evaluated, unless the command line chooses others.
+
+    Single keys of the command line (data.root=…) are set on top of what the run had.
+    """
+    given = {o.lstrip("+~").split("=")[0] for o in overrides}
     for source in (tree["checkpoint"], tree["predictions"]):
         if source is None:
             continue
         run = next((p for p in (Path(source), Path(source).parent) if (p / "config.yaml").is_file()), None)
         if run is not None:
             config = runfolder.read_config(run)
-            for group in ("model", "data"):
-                if not any(o.lstrip("+~").split("=")[0].split(".")[0] == group for o in overrides):
-                    tree = {**tree, group: config[group]}
+            for group in {"model", "data"} - given:
+                keys = [key.split(".")[1:] for key in given if key.startswith(f"{group}.")]
+                tree = {**tree, group: _overlaid(config[group], tree[group], keys)}
     return tree
+
+
+def _overlaid(base: Tree, top: Tree, keys: Sequence[Sequence[str]]) -> Tree:
+    """`base` with the values that `top` has at `keys`."""
+    found = copy.deepcopy(base)
+    for key in keys:
+        node, source = found, top
+        for part in key[:-1]:
+            node, source = node[part], source[part]
+        node[key[-1]] = source[key[-1]]
+    return found
 
 
 def data_root(data: Mapping[str, Any]) -> Path:

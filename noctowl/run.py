@@ -21,6 +21,7 @@ from noctowl.assembly import (
     Prepared,
     benchmark_suite,
     conventions_of,
+    data_root,
     inherit,
     load_checkpoint,
     locate,
@@ -31,7 +32,7 @@ from noctowl.assembly import (
 )
 from noctowl.callbacks import HeadEma, Selection
 from noctowl.data.fgovd import read_fgovd
-from noctowl.data.files import find_benchmarks, find_file
+from noctowl.data.files import find_annotations, find_benchmarks, find_file
 from noctowl.errors import DataError, NoctowlError
 from noctowl.eval.lvis import read_lvis
 from noctowl.eval.outcome import Outcome, load_lengths, save_lengths
@@ -186,9 +187,9 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
     first = runfolder.process_rank() == 0
     if first:
         runfolder.write_settings(folder, tree, list(overrides))
-    place = locate(tree["data"], images=tree["predictions"] is None)
     if tree["predictions"] is not None:
-        return _rescore(tree, folder, place)
+        return _rescore(tree, folder)
+    place = locate(tree["data"])
     device = pick_device(tree["trainer"]["accelerator"])
     detector = load_checkpoint(tree["checkpoint"], tree["model"]).to(device)
     bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
@@ -200,8 +201,9 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
     return {**results, "folder": str(folder)}
 
 
-def _rescore(tree: Tree, folder: Path, place: Mapping[str, Path]) -> Tree:
-    """Saved predictions through the scorer, no model needed."""
+def _rescore(tree: Tree, folder: Path) -> Tree:
+    """Saved predictions through the scorer: annotations are needed, neither model nor images."""
+    annotations = find_annotations(data_root(tree["data"]), tree["data"]["annotations"])
     source = Path(tree["predictions"])
     source = source / "predictions" if (source / "predictions").is_dir() else source
     outcome = Outcome.load(source)
@@ -211,9 +213,9 @@ def _rescore(tree: Tree, folder: Path, place: Mapping[str, Path]) -> Tree:
         if missing:
             raise DataError(f"{source} holds {sorted(outcome.predictions)}, not {missing} (benchmark.names)")
         outcome.predictions = {name: outcome.predictions[name] for name in asked}
-    files = {n: read_fgovd(p) for n, p in find_benchmarks(place["annotations"], list(outcome.predictions)).items()}
+    files = {n: read_fgovd(p) for n, p in find_benchmarks(annotations, list(outcome.predictions)).items()}
     found = load_lengths(source)
-    coarse = tree["data"]["coarse_file"] and read_lvis(find_file(place["annotations"], tree["data"]["coarse_file"]))
+    coarse = tree["data"]["coarse_file"] and read_lvis(find_file(annotations, tree["data"]["coarse_file"]))
     n_negatives = tree["benchmark"]["n_negatives"]
     scored = score_all(
         files,
