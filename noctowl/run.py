@@ -91,6 +91,7 @@ def train(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
         return _train(tree, folder, list(overrides))
     finally:
         os.environ.pop(runfolder.RUN_DIR_VARIABLE, None)
+        training.finish_wandb()
 
 
 def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:

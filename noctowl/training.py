@@ -5,6 +5,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -128,6 +129,13 @@ def make_loggers(folder: Path, settings: Mapping[str, Any], *, name: str, config
         )
         loggers.append(wandb)
     return loggers
+
+
+def finish_wandb() -> None:
+    """Ends the Weights & Biases run that is open, if any: the next job of a sweep would write into it."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
 
 
 def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
