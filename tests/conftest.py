@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,59 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from noctowl.data.synthetic import write_synthetic
 
     return write_synthetic(tmp_path_factory.mktemp("world") / "root", n_train=12, n_val=6, n_test=6)
+
+
+@dataclass
+class Called:
+    """What a call of train.py or evaluate.py left: exit code, what it printed, and the results that it points to."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def folder(self) -> Path:
+        last = self.out.strip().splitlines()[-1]
+        assert last.startswith("results: ")
+        return Path(last.removeprefix("results: ")).parent
+
+    @property
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Called]:
+    """command("train", "loss=bce", ...) runs the command line in this process, without wandb's network or progress bars."""
+    import contextlib
+    import io
+
+    from noctowl.run import main
+
+    def run(entry: str, *overrides: str) -> Called:
+        out, err = io.StringIO(), io.StringIO()
+        common = ["trainer=cpu", "trainer.progress=false"]
+        if not any(o.startswith(("output_dir=", "run_dir=")) for o in overrides):
+            common.append(f"output_dir={tmp_path_factory.mktemp('outputs')}")
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(entry, [*common, *overrides])
+        return Called(code, out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def small(world: Path) -> list[str]:
+    """Overrides of a run of seconds on the rendered world: one benchmark, one epoch."""
+    return [
+        "model=tiny",
+        "model.source=tiny",
+        "model.weights=random",
+        "data=fgovd",
+        f"data.root={world}",
+        "data.coarse_names=lvis/coarse_val.json",
+        "data.short_vocabularies=keep",
+        "benchmark.short_vocabularies=keep",
+        "benchmark.names=[hard]",
+        "trainer.max_epochs=1",
+    ]
