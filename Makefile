@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 quickstart: setup
-	$(BIN)/python train.py
+	$(BIN)/python bench/miniature.py --quick
 
 test: setup lint types
 	$(BIN)/python -m pytest -n $(XDIST) -m 'not slow'
@@ -33,7 +33,7 @@ types: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python bench/metric_cost.py
+	for file in metric_cost training_cost sweep_cost evaluation_cost store_io; do $(BIN)/python bench/$$file.py --quick || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist
