@@ -14,6 +14,7 @@ import torch
 
 from noctowl import runfolder, training
 from noctowl.compose import conf_dir
+from noctowl.config import EvaluateConfig, check
 from noctowl.data.files import find_annotations, find_benchmarks, find_file, find_images
 from noctowl.data.synthetic import SyntheticSettings, synthetic_root
 from noctowl.errors import DataError
@@ -21,6 +22,7 @@ from noctowl.eval.suite import Suite, default_negatives
 from noctowl.export import load_head
 from noctowl.features import TextBank
 from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.validation import raise_for
 
 Tree = dict[str, Any]
 
@@ -28,7 +30,8 @@ Tree = dict[str, Any]
 def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
     """Model and data of the run that is evaluated, unless the command line chooses others.
 
-    Single keys of the command line (data.root=…) are set on top of what the run had.
+    Single keys of the command line (data.root=…) are set on top of what the run had. Raises ConfigError where the
+    run's configuration is none of this version's.
     """
     given = {o.lstrip("+~").split("=")[0] for o in overrides}
     for source in (tree["checkpoint"], tree["predictions"]):
@@ -39,7 +42,9 @@ def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
             config = runfolder.read_config(run)
             for group in {"model", "data"} - given:
                 keys = [key.split(".")[1:] for key in given if key.startswith(f"{group}.")]
-                tree = {**tree, group: _overlaid(config[group], tree[group], keys)}
+                tree = {**tree, group: _overlaid(config.get(group, {}), tree[group], keys)}
+            where = str(run / "config.yaml")
+            raise_for(check(tree, EvaluateConfig), lambda _, where=where: where)  # type: ignore[misc]
     return tree
 
 
@@ -49,7 +54,7 @@ def _overlaid(base: Tree, top: Tree, keys: Sequence[Sequence[str]]) -> Tree:
     for key in keys:
         node, source = found, top
         for part in key[:-1]:
-            node, source = node[part], source[part]
+            node, source = node.setdefault(part, {}), source[part]
         node[key[-1]] = source[key[-1]]
     return found
 
