@@ -120,7 +120,7 @@ class Called:
 
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Called]:
-    """command("train", "loss=bce", ...) runs the command line in this process, without wandb's network or progress bars."""
+    """command("train", "loss=bce", ...) runs the command line in this process, on the CPU and without progress bars."""
     import contextlib
     import io
 
