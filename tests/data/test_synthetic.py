@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,8 @@ from noctowl.data.render import CLASSES, COLOURS, MATERIALS, PATTERNS, Thing, co
 from noctowl.data.synthetic import SyntheticSettings, synthetic_root, write_synthetic
 from noctowl.data.world import TEST, TRAIN, VAL, caption, held_out, scene, substitutes, vocabularies
 from noctowl.errors import DataError
+from noctowl.eval.blind import placed, text_sets
+from noctowl.eval.controls import text_controls
 
 SMALL = {"seed": 3, "n_train": 60, "n_val": 20, "n_test": 40, "size": 96}
 STEMS = ("1_attributes", "2_attributes", "3_attributes", "shuffle_negatives", "color", "material", "pattern")
@@ -245,68 +246,30 @@ def test_image_i_does_not_depend_on_how_many_there_are(root, tmp_path):
 # No prior: rankers that see only text
 
 
-def captions_of(path: Path) -> list[list[str]]:
-    file = read_fgovd(path)
-    texts = list(file.captions)
-    return [[texts[column] for column in file.vocabulary(v)] for v in range(len(file))]
-
-
-def features(text: str) -> list[str]:
-    parts = text.rstrip(".").lower().split()
-    return parts + [f"{a} {b}" for a, b in pairwise(parts)] + [f"{a}…{parts[-1]}" for a in parts[1:-1]]
-
-
-def fit_ranker(sets: list[list[str]], epochs: int = 10) -> Counter:
-    """Logistic regression over words, bigrams and (word, class) pairs: softmax over each vocabulary, positive first."""
-    weights: Counter = Counter()
-    encoded = [[features(text) for text in texts] for texts in sets]
-    for _ in range(epochs):
-        for texts in encoded:
-            scores = np.array([sum(weights[f] for f in text) for text in texts])
-            error = np.exp(scores - scores.max())
-            error = (np.arange(len(texts)) == 0) - error / error.sum()
-            for text, e in zip(texts, error):
-                for f in text:
-                    weights[f] += 0.05 * e
-    return weights
-
-
-def rank_one(sets: list[list[str]], score) -> float:
-    """Ties count half a chance: the share of the best that is the positive."""
-    hits = []
-    for texts in sets:
-        values = np.array([score(text, texts) for text in texts])
-        best = np.flatnonzero(values >= values.max() - 1e-9)
-        hits.append((0 in best) / len(best))
-    return float(np.mean(hits))
-
-
-def overlap(text: str, texts: list[str]) -> float:
-    """The centroid ranker: words shared with the other captions of the vocabulary."""
-    own = set(features(text))
-    return sum(len(own & set(features(other))) for other in texts)
-
-
 @pytest.fixture(scope="module")
 def texts_only(tmp_path_factory):
     """Annotations of a larger world; the pictures are the price of going through the real files."""
     return write_synthetic(tmp_path_factory.mktemp("texts") / "world", seed=0, n_train=1500, n_val=1, n_test=500)
 
 
+@pytest.fixture(scope="module")
+def training_texts(texts_only):
+    return text_sets(read_fgovd(texts_only / "annotations/training_sets/1_attributes.json"))
+
+
 @pytest.mark.parametrize("stem", [*STEMS, "transparency"])
-def test_rankers_that_see_only_text_are_at_chance(texts_only, stem):
-    train = captions_of(texts_only / "annotations/training_sets/1_attributes.json")
-    weights = fit_ranker(train)
+def test_rankers_that_see_only_text_are_at_chance(texts_only, training_texts, stem):
     wanted = 2 if stem in ("color", "material", "pattern", "transparency") else 5
-    sets = [texts[: 1 + wanted] for texts in captions_of(texts_only / f"annotations/benchmarks/{stem}.json")]
-    assert {len(texts) for texts in sets} == {1 + wanted}
+    sets = text_sets(read_fgovd(texts_only / f"annotations/benchmarks/{stem}.json"), wanted)
+    assert sets.columns.shape[1] == 1 + wanted
     chance = 1 / (1 + wanted)
     margin = 4 * (chance * (1 - chance) / len(sets)) ** 0.5
-    learnt = rank_one(sets, lambda text, _: sum(weights[f] for f in features(text)))
-    central = rank_one(sets, overlap)
-    print(f"{stem}: chance {chance:.3f}, bigram ranker {learnt:.3f}, centroid {central:.3f}, {len(sets)} vocabularies")
-    assert abs(learnt - chance) < margin
-    assert abs(central - chance) < margin
+    scores, trained_on = text_controls(sets, training_texts)
+    top1 = {name: float(placed(table)[0].mean()) for name, table in scores.items()}
+    print(f"{stem}: chance {chance:.3f}, {len(sets)} vocabularies, {top1}")
+    assert set(top1) == {"blind", "blind_cv", "centroid", "centroid_tfidf"}
+    assert trained_on["blind"] == len(training_texts)
+    assert all(abs(value - chance) < margin for value in top1.values())
 
 
 # Caching
