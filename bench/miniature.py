@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from noctowl.eval.controls import text_only
 from results import write_section
 from rich import box
 from rich.console import Console
@@ -32,6 +31,8 @@ from noctowl.assembly import locate
 from noctowl.compose import compose
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_benchmarks
+from noctowl.eval import blind
+from noctowl.eval.controls import summarise, text_controls
 from noctowl.eval.predictions import Predictions
 from noctowl.pictures import contact_sheet, panel, samples
 from noctowl.plots import Point, tradeoff
@@ -49,6 +50,7 @@ COLUMNS = {
     "rare": RARE,
 }
 ALLOWED_LOSS = 0.05
+RANKERS = ("blind", "centroid")
 SWEEP = [(loss, distill) for loss in ("triplet", "cross_entropy") for distill in ("none", "mse", "mse_x10", "mse_x100")]
 Run = dict[str, Any]
 
@@ -113,15 +115,20 @@ def markdown(rows: dict[str, list[Run]]) -> str:
     return "\n".join(lines)
 
 
-def text_controls() -> dict[str, dict[str, float]]:
+def controls() -> dict[str, str]:
     """Top-1 of rankers that never see an image, on the synthetic test files: what chance looks like."""
     data = compose("evaluate", [])["data"]
     annotations = locate(data)["annotations"]
-    training = read_fgovd(annotations / data["train_file"])
+    training = blind.text_sets(read_fgovd(annotations / data["train_file"]))
     found = {}
-    for name, n in (("hard", 5), ("medium", 5), ("easy", 5), ("trivial", 5)):
-        file = read_fgovd(find_benchmarks(annotations, [name])[name])
-        found[name] = text_only(file, training, n_negatives=n)
+    for name, path in find_benchmarks(annotations, ["hard", "medium", "easy", "trivial"]).items():
+        sets = blind.text_sets(read_fgovd(path), 5)
+        figures = summarise(sets, text_controls(sets, training)[0])
+        top = (
+            f"{k} {figures[k + '.top1']:.3f} ({figures[k + '.top1_low']:.3f}–{figures[k + '.top1_high']:.3f})"
+            for k in RANKERS
+        )
+        found[name] = f"{', '.join(top)}; chance {figures['chance']:.3f}"
     return found
 
 
@@ -157,8 +164,8 @@ def quick(out: Path) -> dict[str, Any]:
     console = Console()
     console.print(table(rows))
     console.print(f"distillation weight chosen on validation: {chosen}")
-    for name, control in text_controls().items():
-        console.print(f"text only, {name}: " + ", ".join(f"{k} {v:.3f}" for k, v in control.items()))
+    for name, control in controls().items():
+        console.print(f"text only, {name}: {control}")
     console.print(f"plot: {plot(rows, out / 'tradeoff.png')}\npictures: {pictures(distilled, out / 'pictures.png')}")
     names = dict(zip(("pretrained", "plain", "distilled"), rows.values()))
     keys = {"hard": FINE, "coarse": COARSE, "rare": RARE}
@@ -172,16 +179,15 @@ def full(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
         words = [f"name={loss}-{distill}", f"loss={loss}", f"distill={distill}"]
         rows[f"{loss.replace('_', '-')}, {distill}"] = [trained(out, [*words, f"seed={s}"], test=True) for s in seeds]
     Console().print(table(rows))
-    controls = text_controls()
     picture = plot(rows, Path(__file__).parents[1] / "docs" / "miniature.png")
-    lines = [f"- {name}: " + ", ".join(f"{k} {v:.3f}" for k, v in c.items()) for name, c in controls.items()]
+    lines = [f"- {name}: {control}" for name, control in controls().items()]
     write_section(
         "miniature",
         "## The miniature\n\n`python bench/miniature.py`: test images, N = 5, mean and standard deviation over "
         f"{len(seeds)} training seeds; mAP and AP in percent. Coarse AP with NMS at IoU 0.5.\nThe recipe was chosen on "
         "the validation files; each head read the test files once.\n\n"
         + markdown(rows)
-        + "\n\nRankers that never see an image (top-1 on the same files, chance is 1/6):\n\n"
+        + "\n\nRankers that never see an image (top-1 on the same files, 95 % intervals):\n\n"
         + "\n".join(lines)
         + f"\n\n![trade-off](../docs/{picture.name})",
     )

@@ -42,6 +42,17 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, required=True, help="a new or empty folder")
     export.set_defaults(run=_export)
 
+    controls = commands.add_parser("controls", help="text-only rankers on an annotation file: no model, no images")
+    controls.add_argument("--annotations", type=Path, required=True)
+    controls.add_argument(
+        "--train-captions", type=Path, nargs="+", default=[], help="files to learn word statistics from"
+    )
+    controls.add_argument("--n-neg", type=int, required=True, help="negatives of a vocabulary")
+    controls.add_argument("--all-captions", action="store_true", help="no 16-token rule")
+    controls.add_argument("--seed", type=int, default=0)
+    controls.add_argument("--json", action="store_true", help="end with one line of JSON")
+    controls.set_defaults(run=_controls)
+
     data = commands.add_parser("data", help="make data sets")
     kinds = data.add_subparsers(required=True, metavar="kind")
     synthetic = kinds.add_parser("synthetic", help="the miniature's scenes in the published formats")
@@ -83,6 +94,20 @@ def _export(arguments: argparse.Namespace) -> int:
     export(load_checkpoint(str(arguments.run_folder), config["model"]), arguments.out, provenance=provenance)
     print(f"exported: {arguments.out}")
     return 0
+
+
+def _controls(arguments: argparse.Namespace) -> int:
+    from noctowl.data.fgovd import TOKEN_LIMIT
+    from noctowl.eval.controls import report_controls
+
+    return report_controls(
+        arguments.annotations,
+        n_negatives=arguments.n_neg,
+        train_captions=arguments.train_captions,
+        token_limit=None if arguments.all_captions else TOKEN_LIMIT,
+        seed=arguments.seed,
+        as_json=arguments.json,
+    )
 
 
 def _synthetic(arguments: argparse.Namespace) -> int:
