@@ -4,6 +4,7 @@
 """
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from noctowl import runfolder, training
 from noctowl.compose import conf_dir
 from noctowl.config import EvaluateConfig, check
 from noctowl.data.files import find_annotations, find_benchmarks, find_file, find_images
+from noctowl.data.images import Preprocessor
 from noctowl.data.synthetic import SyntheticSettings, synthetic_root
 from noctowl.errors import DataError
 from noctowl.eval.suite import Suite, default_negatives
 from noctowl.export import load_head
-from noctowl.features import TextBank
-from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.features import ImageSet, TextBank
+from noctowl.model import OwlDetector
 from noctowl.validation import raise_for
 
 Tree = dict[str, Any]
@@ -86,18 +88,42 @@ def pick_device(accelerator: str) -> torch.device:
 
 @dataclass
 class Prepared:
-    """All that training needs, read, planned and encoded."""
+    """All that training needs, read, planned and encoded; constant but for the detector's head."""
 
     detector: OwlDetector
     device: torch.device
     bank: TextBank
     data: training.TrainingData
     names: list[str]  # for distillation
-    queries: torch.Tensor | None  # [K, D] their embeddings; None without distillation
+    queries: torch.Tensor  # [K, D] their embeddings
     validation: Suite
     test: Suite | None
-    stored: ImageFeatures | None  # of the validation images
-    reason: str  # where features come from, and why
+    frozen: training.Frozen
+
+
+class Preparation:
+    """Prepares runs; consecutive runs that differ in what trains only (loss, distillation, rate, seed) share it all.
+
+    So a sweep in one process loads, reads and encodes once. Files are looked at when the first of such runs starts.
+    """
+
+    SECTIONS = ("model", "data", "features", "benchmark", "trainer", "selection", "test")
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._ready: Prepared | None = None
+
+    def __call__(self, tree: Tree) -> Prepared:
+        """Everything for the run of `tree`, with the head as it was pretrained."""
+        key = json.dumps({section: tree[section] for section in self.SECTIONS}, sort_keys=True)
+        if self._ready is not None and key == self._key:
+            self._ready.frozen.encoded = 0
+        else:
+            self._ready = None  # let go of the last one's memory first
+            self._ready, self._key = prepare(tree), key
+        self._ready.detector.reset_head()
+        self._ready.detector.to(self._ready.device)
+        return self._ready
 
 
 def prepare(tree: Tree) -> Prepared:
@@ -106,27 +132,36 @@ def prepare(tree: Tree) -> Prepared:
     detector = load_detector(tree["model"]).to(device)
     place = locate(tree["data"])
     bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
+    images = make_images(detector, place["images"], tree["model"]["pad_value"])
     data = training.training_data(
         find_file(place["annotations"], tree["data"]["train_file"]),
         detector=detector,
-        images=training.make_images(detector, place["images"], tree["model"]["pad_value"]),
+        images=images,
         bank=bank,
         n_negatives=tree["data"]["n_negatives"],
         short_vocabularies=tree["data"]["short_vocabularies"],
     )
     names = training.coarse_names(tree["data"]["coarse_names"], place["annotations"])
-    queries = training.coarse_queries(bank, names) if tree["distill"]["name"] != "none" else None
-    validation = validation_suite(tree, detector, place, bank)
-    test = benchmark_suite(tree, detector, place, bank) if tree["test"] else None
+    queries = training.coarse_queries(bank, names)
+    validation = validation_suite(tree, detector, place, bank, images)
+    test = benchmark_suite(tree, detector, place, bank, images) if tree["test"] else None
     data.dataset.embeddings = bank.embeddings  # the bank has grown since
+    frozen = features_of(tree, detector, images, device)
+    data.dataset.stored = frozen.stored
+    return Prepared(detector, device, bank, data, names, queries, validation, test, frozen)
+
+
+def make_images(detector: OwlDetector, root: Path, pad_value: float) -> ImageSet:
+    """An empty image set with the detector's own preprocessing."""
+    return ImageSet(root, Preprocessor(detector.image_processor, frame=detector.frame, pad_value=pad_value))
+
+
+def features_of(tree: Tree, detector: OwlDetector, images: ImageSet, device: torch.device) -> training.Frozen:
+    """Image features as `features.mode` says."""
+    chosen = tree["features"]
+    root = Path(chosen["root"]).expanduser()
     work = work_of(tree, device)
-    data.dataset.stored, reason = training.stored_features(
-        tree["features"]["mode"], detector, data.dataset.images, **work
-    )
-    stored = None
-    if data.dataset.stored is not None:
-        stored, _ = training.stored_features("auto", detector, validation.images, **work)
-    return Prepared(detector, device, bank, data, names, queries, validation, test, stored, reason)
+    return training.frozen_features(detector, images, mode=chosen["mode"], root=root, dtype=chosen["dtype"], work=work)
 
 
 def load_detector(model: Mapping[str, Any]) -> OwlDetector:
@@ -177,19 +212,24 @@ def conventions_of(tree: Tree) -> Tree:
     return {**chosen, "published_median": tree["compat"] == "published"}
 
 
-def benchmark_suite(tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank) -> Suite:
+def benchmark_suite(
+    tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank, images: ImageSet
+) -> Suite:
     """All benchmark files asked for, and the coarse file if there is one."""
     files = find_benchmarks(place["annotations"], tree["benchmark"]["names"])
     asked = tree["benchmark"]["n_negatives"]
-    return _suite(tree, detector, place, bank, files, asked, tree["benchmark"]["short_vocabularies"], "coarse_file")
+    short = tree["benchmark"]["short_vocabularies"]
+    return _suite(tree, detector, place, bank, images, files, asked, short, "coarse_file")
 
 
-def validation_suite(tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank) -> Suite:
+def validation_suite(
+    tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank, images: ImageSet
+) -> Suite:
     """The validation file at the N that selects, and the coarse validation file if there is one."""
     file = find_file(place["annotations"], tree["data"]["val_file"])
     asked = [tree["selection"]["n_negatives"]]
     short = tree["data"]["short_vocabularies"]
-    return _suite(tree, detector, place, bank, {"validation": file}, asked, short, "coarse_val_file")
+    return _suite(tree, detector, place, bank, images, {"validation": file}, asked, short, "coarse_val_file")
 
 
 def _suite(
@@ -197,6 +237,7 @@ def _suite(
     detector: OwlDetector,
     place: Mapping[str, Path],
     bank: TextBank,
+    images: ImageSet,
     files: Mapping[str, Path],
     n_negatives: Sequence[int] | None,
     short: Any,
@@ -205,7 +246,7 @@ def _suite(
     suite = Suite.build(
         files,
         n_negatives={name: tuple(n_negatives or default_negatives(name)) for name in files},
-        images=training.make_images(detector, place["images"], tree["model"]["pad_value"]),
+        images=images,
         bank=bank,
         short_vocabularies=short,
         top=tree["benchmark"]["top"],

@@ -104,7 +104,9 @@ class Synthetic(Data):
 
 @dataclass
 class Features:
-    mode: Literal["auto", "memory", "live"]
+    mode: Literal["auto", "memory", "disk", "live"]
+    root: str
+    dtype: Literal["fp32", "fp16", "int8"]
 
 
 @dataclass

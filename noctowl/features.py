@@ -3,11 +3,11 @@
 Legend: M distinct captions, I distinct images, P patches, Dv vision width, D class embedding width.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import psutil
@@ -22,7 +22,7 @@ from noctowl.errors import DataError
 from noctowl.model import ImageFeatures, OwlDetector
 from noctowl.text import Policy, tokenize
 
-Mode = Literal["auto", "memory", "live"]
+Mode = Literal["auto", "memory", "disk", "live"]
 
 
 class TextBank:
@@ -147,30 +147,50 @@ def encode(
             yield chunk.tolist(), detector.encode_images(pixels.to(device))
 
 
-def chunks(features: ImageFeatures, rows: Sequence[int], size: int) -> Iterator[tuple[list[int], ImageFeatures]]:
+class Stored(Protocol):
+    """Features of all images of a set, indexed by a row or a list of rows; on the CPU, fp32.
+
+    `ImageFeatures` in memory and `noctowl.store.FeatureReader` on disk are of this form.
+    """
+
+    @property
+    def tokens(self) -> Any:
+        """[I, P, Dv]"""
+
+    @property
+    def boxes(self) -> Any:
+        """[I, P, 4] xyxy relative to the model's square."""
+
+
+def chunks(features: Stored, rows: Sequence[int], size: int) -> Iterator[tuple[list[int], ImageFeatures]]:
     """Stored features in the form of `encode`."""
     for start in range(0, len(rows), size):
         part = [int(row) for row in rows[start : start + size]]
         yield part, ImageFeatures(features.tokens[part], features.boxes[part], None)
 
 
-def stored_bytes(detector: OwlDetector, n_images: int) -> int:
-    """Memory that fp32 tokens and boxes of `n_images` take."""
-    return n_images * detector.num_patches * (detector.config.vision_config.hidden_size + 4) * 4
+def choose_mode(mode: Mode, *, memory_bytes: int, disk: Callable[[], tuple[int, int]]) -> tuple[Mode, str]:
+    """What "auto" comes to, and why: memory if features fill at most half of the free memory, else disk, else live.
 
+    Args:
+        memory_bytes: what the features of all images take in memory (fp32).
+        disk: gives bytes still to be written to the store and bytes free there; asked only where it matters.
 
-def choose_mode(mode: Mode, detector: OwlDetector, n_images: int) -> tuple[Literal["memory", "live"], str]:
-    """What "auto" comes to, and why; "memory" and "live" stay what they are.
-
-    Raises DataError if "memory" is asked for and does not fit.
+    Raises DataError if "memory" is asked for and does not fit ("disk" is checked by the store, before it writes).
     """
-    needed, free = stored_bytes(detector, n_images), psutil.virtual_memory().available
-    amounts = f"{n_images} images need {needed / 1e9:.2f} GB, {free / 1e9:.1f} GB are free"
-    if mode == "memory" and needed > free:
-        raise DataError(f"features=memory: {amounts}. Use features=live, or a machine with more memory.")
-    if mode == "live" or (mode == "auto" and needed > free / 2):
+    free = psutil.virtual_memory().available
+    memory = f"{memory_bytes / 1e9:.2f} GB in memory, {free / 1e9:.1f} GB are free"
+    if mode == "memory" and memory_bytes > free:
+        raise DataError(f"features.mode=memory: {memory}. Use features=disk or features=live.")
+    if mode == "memory" or (mode == "auto" and memory_bytes <= free / 2):
+        return "memory", f"features are computed once and kept in memory ({memory})"
+    if mode == "live":
+        return "live", "features are computed anew in every epoch"
+    needed, room = disk()
+    amounts = f"{memory}; {needed / 1e9:.2f} GB to write, {room / 1e9:.1f} GB are free"
+    if mode == "auto" and needed > 0.9 * room:
         return "live", f"features are computed anew in every epoch ({amounts})"
-    return "memory", f"features are computed once and kept in memory ({amounts})"
+    return "disk", f"features are computed once and kept on disk ({amounts})"
 
 
 def store(detector: OwlDetector, images: ImageSet, **work: Any) -> ImageFeatures:

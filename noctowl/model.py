@@ -243,6 +243,12 @@ class OwlDetector(nn.Module):
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in TRAINABLE)
 
+    @torch.no_grad()
+    def reset_head(self) -> None:
+        """The trainable layer as it was when loaded."""
+        for name, value in zip(TRAINABLE, (self.teacher.weight, self.teacher.bias)):
+            self.model.get_parameter(name).copy_(value)
+
     def train(self, mode: bool = True) -> "OwlDetector":
         """Only the trainable layer and this container follow; everything frozen stays in eval mode."""
         super().train(False)

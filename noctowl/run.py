@@ -18,15 +18,17 @@ from rich.logging import RichHandler
 
 from noctowl import compose, runfolder, training
 from noctowl.assembly import (
+    Preparation,
     Prepared,
     benchmark_suite,
     conventions_of,
     data_root,
+    features_of,
     inherit,
     load_checkpoint,
     locate,
+    make_images,
     pick_device,
-    prepare,
     validation_figures,
     work_of,
 )
@@ -66,10 +68,14 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
     failed: list[str] = []
+    preparation = Preparation()
 
     def task(tree: Tree, overrides: list[str]) -> None:
         try:
-            {"train": train, "evaluate": evaluate}[entry](tree, overrides=overrides)
+            if entry == "train":
+                train(tree, overrides=overrides, preparation=preparation)
+            else:
+                evaluate(tree, overrides=overrides)
         except NoctowlError as error:  # the other jobs of a sweep go on
             failed.append(str(error))
             print(f"error: {error}", file=sys.stderr)
@@ -82,25 +88,28 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
     return 2 if failed else 0
 
 
-def train(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
-    """Train a head, evaluate the selected one, export it. Returns what results.json holds, and `folder`."""
+def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation | None = None) -> Tree:
+    """Train a head, evaluate the selected one, export it. Returns what results.json holds, and `folder`.
+
+    `preparation` is handed on from run to run by a sweep, so that what is frozen is computed once.
+    """
     pl.seed_everything(tree["seed"], workers=True, verbose=False)
     folder = runfolder.create_run_folder(tree["output_dir"], tree["name"], tree["run_dir"])
     os.environ[runfolder.RUN_DIR_VARIABLE] = str(folder)
     try:
-        return _train(tree, folder, list(overrides))
+        return _train(tree, folder, list(overrides), preparation or Preparation())
     finally:
         os.environ.pop(runfolder.RUN_DIR_VARIABLE, None)
         training.finish_wandb()
 
 
-def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
+def _train(tree: Tree, folder: Path, overrides: list[str], preparation: Preparation) -> Tree:
     first = runfolder.process_rank() == 0
     if first:
         runfolder.write_settings(folder, tree, overrides)
-    ready = prepare(tree)
+    ready = preparation(tree)
     detector = ready.detector
-    log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.reason)
+    log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.frozen.reason)
     ema = HeadEma(tree["ema"]["decay"]) if tree["ema"]["decay"] is not None else None
     selection = _selection(tree, ready, folder, ema)
     module = NoctOWL(
@@ -109,7 +118,7 @@ def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
         distill=tree["distill"],
         optimizer=tree["optimizer"],
         schedule=tree["schedule"],
-        coarse_queries=ready.queries,
+        coarse_queries=ready.queries if tree["distill"]["name"] != "none" else None,
         compat=tree["compat"] != "clean",
     )
     loggers = training.make_loggers(folder, tree["logger"], name=f"{tree['name']}/{folder.name}", config=tree)
@@ -134,7 +143,7 @@ def _train(tree: Tree, folder: Path, overrides: list[str]) -> Tree:
         "training": ready.data.counts,
         "selection": {"epoch": selection.best_epoch, "metric": selection.metric, "history": selection.history},
         "steps": lightning.global_step,
-        "features": ready.reason,
+        "features": ready.frozen.reason,
         "coarse_names": {
             "source": tree["data"]["coarse_names"],
             "count": len(ready.names),
@@ -156,7 +165,9 @@ def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None) -
     exchange = folder / "predictions" / "validation"
 
     def evaluate_epoch() -> dict[str, float]:
-        outcome = ready.validation.predict(ready.detector, exchange, stored=ready.stored, **work_of(tree, ready.device))
+        outcome = ready.validation.predict(
+            ready.detector, exchange, stored=ready.frozen.stored, **work_of(tree, ready.device)
+        )
         return validation_figures(ready.validation.score(outcome, conventions)["metrics"])
 
     return Selection(
@@ -176,7 +187,9 @@ def _test(tree: Tree, ready: Prepared, folder: Path, facts: Tree, *, write: bool
     if ready.test is None:
         nothing: Tree = {"metrics": {}, "counts": {}, "ranks": {}}
         return write_results(tree, folder, nothing, origin, facts, {}) if write else {**nothing, "provenance": origin}
-    outcome = ready.test.predict(ready.detector, folder / "predictions", **work_of(tree, ready.device))
+    work = work_of(tree, ready.device)
+    outcome = ready.test.predict(ready.detector, folder / "predictions", stored=ready.frozen.stored, **work)
+    outcome.counters["encoded_before"] = ready.frozen.encoded
     return finish(tree, folder, ready.test, outcome, origin, facts, write=write)
 
 
@@ -194,8 +207,11 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
     device = pick_device(tree["trainer"]["accelerator"])
     detector = load_checkpoint(tree["checkpoint"], tree["model"]).to(device)
     bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
-    suite = benchmark_suite(tree, detector, place, bank)
-    outcome = suite.predict(detector, folder / "predictions", **work_of(tree, device))
+    images = make_images(detector, place["images"], tree["model"]["pad_value"])
+    suite = benchmark_suite(tree, detector, place, bank, images)
+    frozen = features_of(tree, detector, images, device) if tree["features"]["mode"] == "disk" else None
+    stored = frozen.stored if frozen else None  # one pass needs no store, unless later ones are to share it
+    outcome = suite.predict(detector, folder / "predictions", stored=stored, **work_of(tree, device))
     results = finish(tree, folder, suite, outcome, provenance_of(tree, detector, suite, bank), {}, write=first)
     if first:
         print(f"results: {folder / 'results.json'}")

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 from noctowl.callbacks import DataWait, HeadEma, Selection
 from noctowl.data.datamodule import DataModule, TrainingSet
 from noctowl.data.fgovd import Short, processable, read_fgovd
-from noctowl.data.images import Preprocessor
 from noctowl.errors import DataError
-from noctowl.features import ImageSet, Mode, TextBank, choose_mode, store
-from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.features import ImageSet, Mode, Stored, TextBank, choose_mode, store
+from noctowl.model import OwlDetector
 from noctowl.module import NoctOWL
+from noctowl.store import FeatureStore, build
 from noctowl.text import class_prompt
 
 log = logging.getLogger(__name__)
@@ -144,15 +144,38 @@ def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
     return bank.embeddings[torch.from_numpy(rows)]
 
 
-def stored_features(
-    mode: Mode, detector: OwlDetector, images: ImageSet, **work: Any
-) -> tuple[ImageFeatures | None, str]:
-    """Features of all images in memory, or None for live computation; and the reason in words.
+@dataclass
+class Frozen:
+    """Where the image features of a run come from, and how many images were encoded for it beforehand."""
+
+    stored: Stored | None  # None: computed live
+    reason: str
+    encoded: int = 0
+
+
+def frozen_features(
+    detector: OwlDetector, images: ImageSet, *, mode: Mode, root: Path, dtype: str, work: Mapping[str, Any]
+) -> Frozen:
+    """Features of all images of the set: in memory, in the store below `root`, or to be computed live.
 
     `work`: batch_size, num_workers, device and autocast of `noctowl.features.encode`.
     """
-    chosen, reason = choose_mode(mode, detector, len(images))
-    return (None if chosen == "live" else store(detector, images, **work)), reason
+    shelf = FeatureStore.for_model(
+        root, detector, images.preprocessor, dtype=dtype, device=work["device"], autocast=work["autocast"]
+    )
+
+    def disk() -> tuple[int, int]:
+        room = shelf.room(images)
+        return room.needed, room.free
+
+    exact = replace(shelf.spec, dtype="fp32").bytes_per_image
+    mode, reason = choose_mode(mode, memory_bytes=len(images) * exact, disk=disk)
+    if mode == "live":
+        return Frozen(None, reason)
+    if mode == "memory":
+        return Frozen(store(detector, images, **work), reason, encoded=len(images))
+    report = build(shelf, detector, images, **work)
+    return Frozen(shelf.reader(images), f"{reason}: {report.found} found, {report.encoded} encoded", report.encoded)
 
 
 def fit(
@@ -198,8 +221,3 @@ def fit(
     )
     lightning.fit(module, datamodule=datamodule)
     return lightning
-
-
-def make_images(detector: OwlDetector, root: Path, pad_value: float) -> ImageSet:
-    """An empty image set with the detector's own preprocessing."""
-    return ImageSet(root, Preprocessor(detector.image_processor, frame=detector.frame, pad_value=pad_value))

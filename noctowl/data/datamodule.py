@@ -14,8 +14,7 @@ from noctowl.boxes import Frame, to_frame
 from noctowl.data.batch import Batch, Item, collate
 from noctowl.data.loading import make_loader
 from noctowl.data.records import Annotations
-from noctowl.features import ImageSet
-from noctowl.model import ImageFeatures
+from noctowl.features import ImageSet, Stored
 
 
 @dataclass
@@ -40,7 +39,7 @@ class TrainingSet(Dataset[Item]):
     embeddings: torch.Tensor
     caption_rows: np.ndarray
     frame: Frame
-    stored: ImageFeatures | None = None
+    stored: Stored | None = None
 
     def __post_init__(self) -> None:
         self.vocabularies = np.flatnonzero(self.kept)

@@ -8,13 +8,19 @@ is a ratio of sums over images, or can be read off matched detections with weigh
 Intervals are percentile intervals (Efron and Tibshirani, 1993, ch. 13).
 """
 
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
 from noctowl.errors import DataError
+from noctowl.eval.ap import AREAS, BoxScores, Detections, Federated, GroundTruth
+from noctowl.eval.ranks import median_rank
+from noctowl.eval.weighted import match, weighted_ap
+
+Resampled = Literal["with_image", "fixed"]
 
 
 class Interval(NamedTuple):
@@ -68,3 +74,170 @@ def mean_interval(
         return None
     sums, counts = (np.bincount(images, x, minlength=weights.shape[1]) for x in (values, np.ones(len(values))))
     return percentile(float(np.mean(values)), ratio_samples(sums, counts, weights), level)
+
+
+# Ranks
+
+
+def median_samples(
+    ranks: Int[ndarray, "A"], images: Int[ndarray, "A"], weights: Int[ndarray, "B I"], *, published: bool = False
+) -> Float[ndarray, "B"]:
+    """Median rank of every resample, from the number of objects of each rank; NaN where none was drawn.
+
+    published: see `ranks.median_rank`.
+    """
+    most = int(ranks.max(initial=0))
+    counts = np.zeros((weights.shape[1], most + 1))
+    np.add.at(counts, (images, ranks), 1)
+    below = np.cumsum(weights.astype(np.float64) @ counts, axis=1)  # [B, ranks]
+    total = below[:, -1]
+
+    def element(place: Float[ndarray, "B"]) -> Float[ndarray, "B"]:  # of the sorted ranks, from 0
+        return np.where(place < total, (below <= place[:, None]).sum(1), np.nan)
+
+    if published:
+        return element(total // 2 + 1)
+    return (element((total - 1) // 2) + element(total // 2)) / 2 if most else np.full(len(weights), np.nan)
+
+
+def rank_intervals(
+    ranks: Int[ndarray, "A"],
+    images: Int[ndarray, "A"],
+    weights: Int[ndarray, "B I"],
+    *,
+    published_median: bool = False,
+    level: float = 0.95,
+) -> dict[str, Interval]:
+    """rank_mean and rank_median; `images` are columns of the weights. A figure without objects is absent."""
+    mean = mean_interval(ranks, images, weights, level)
+    if mean is None:
+        return {}
+    found = {"rank_mean": mean}
+    median = median_rank(ranks, published=published_median)
+    if median is not None:
+        samples = median_samples(ranks, images, weights, published=published_median)
+        found["rank_median"] = percentile(median, samples, level)
+    return found
+
+
+# Average precision
+
+
+def home_images(
+    scores: BoxScores, *, detections: Detections, ground_truth: GroundTruth, images: Int[ndarray, "I"]
+) -> Int[ndarray, "K"]:
+    """The one image (column) that holds all objects and detections of each class; -1 where there are several.
+
+    In FG-OVD a class is one caption of one image.
+    """
+    label = np.concatenate([ground_truth.label, detections.label])
+    column = np.searchsorted(images, np.concatenate([ground_truth.image, detections.image]))
+    known = np.isin(label, scores.classes)
+    row, column = np.searchsorted(scores.classes, label[known]), column[known]
+    low, high = np.full(len(scores.classes), len(images)), np.full(len(scores.classes), -1)
+    np.minimum.at(low, row, column)
+    np.maximum.at(high, row, column)
+    return np.where(low == high, low, -1)
+
+
+def box_samples(
+    scores: BoxScores,
+    *,
+    detections: Detections,
+    ground_truth: GroundTruth,
+    images: Int[ndarray, "I"],
+    weights: Int[ndarray, "B I"],
+    resampled: Resampled = "with_image",
+    groups: Mapping[str, Collection[int]] | None = None,
+    federated: Federated | None = None,
+    max_per_image: int | None = None,
+) -> dict[str, Float[ndarray, "B"]]:
+    """Figures of `BoxScores.summary` in every resample, and mean APs of groups of classes.
+
+    A class that lives in one image has the same AP however often that is drawn: the mean over such classes is a ratio
+    of sums over images, exactly. Classes of several images go through `weighted_ap`; where there are any, only map,
+    map_50, map_75 and the groups are given.
+
+    images: sorted ids, the columns of the weights. groups: name -> class ids. The last two as in `ap.score_boxes`.
+    resampled: "with_image": a copy of an image brings copies of its classes, which count again (FG-OVD: classes are
+        captions of images). "fixed": the classes are a given list, and each that is drawn counts once (LVIS, COCO).
+    """
+    home = home_images(scores, detections=detections, ground_truth=ground_truth, images=images)
+    by_class = _class_figures(scores, everything=bool((home >= 0).all()))  # name -> [K]
+    w = weights.astype(np.float64)
+    spanning = np.flatnonzero(home < 0)
+    moving: dict[str, Float[ndarray, "S B"]] = {}
+    count = np.zeros((len(scores.classes), len(weights)))  # how much each class counts, [K, B]
+    count[home >= 0] = w.T[home[home >= 0]]
+    if len(spanning):
+        matched = match(
+            detections=detections,
+            ground_truth=ground_truth,
+            images=images,
+            federated=federated,
+            max_detections=scores.limits[-1],
+            max_per_image=max_per_image,
+        )
+        curves = weighted_ap(matched, weights, spanning)  # [T, S, B]
+        moving = {"map": curves.mean(0)}
+        moving |= {f"map_{v}": curves[np.isclose(scores.iou, v / 100)].mean(0) for v in (50, 75)}
+        for s in spanning:
+            own = np.unique(matched.object_image[matched.object_label == s])
+            count[s] = w[:, own].mean(1) if len(own) else 0
+    if resampled == "fixed":
+        count = (count > 0).astype(np.float64)
+    for name, members in (groups or {}).items():
+        outside = ~np.isin(scores.classes, list(members))
+        by_class[name] = np.where(outside, np.nan, by_class["map"])
+        if len(spanning):
+            moving[name] = np.where(outside[spanning, None], np.nan, moving["map"])
+    values = np.stack(list(by_class.values()))  # [F, K]
+    present = ~np.isnan(values)
+    number = present.astype(np.float64) @ count  # [F, B]
+    values[:, spanning] = 0
+    total = np.nan_to_num(values) @ count
+    for f, name in enumerate(by_class):
+        if name in moving:
+            total[f] += (np.nan_to_num(moving[name]) * count[spanning])[present[f, spanning]].sum(0)
+    means = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)
+    return dict(zip(by_class, means))
+
+
+def _class_figures(scores: BoxScores, *, everything: bool) -> dict[str, Float[ndarray, "K"]]:
+    """What `BoxScores.summary` averages over classes; NaN where a class has no object of the size."""
+    figures = {"map": scores.ap[0].mean(0)}
+    figures |= {f"map_{v}": scores.ap[0][np.isclose(scores.iou, v / 100)].mean(0) for v in (50, 75)}
+    if everything:
+        figures |= {f"map_{area}": scores.ap[a].mean(0) for a, area in enumerate(AREAS) if a}
+        figures |= {f"mar_{m}": scores.recall[i, 0].mean(0) for i, m in enumerate(scores.limits)}
+        figures |= {f"mar_{area}": scores.recall[-1, a].mean(0) for a, area in enumerate(AREAS) if a}
+    return {name: values for name, values in figures.items() if not np.isnan(values).all()}
+
+
+def fgovd_intervals(
+    scores: BoxScores,
+    *,
+    detections: Detections,
+    ground_truth: GroundTruth,
+    ranks: Int[ndarray, "A"],
+    object_images: Int[ndarray, "A"],
+    resamples: int = 1000,
+    seed: int = 0,
+    published_median: bool = False,
+    level: float = 0.95,
+) -> dict[str, Interval]:
+    """Every figure of one benchmark and N with its interval, under the names of `fgovd.score`.
+
+    scores, ranks: what `score_boxes` and `object_ranks` gave for a `Case`, whose are the detections and the ground truth
+    (images are rows there). object_images: `annotations.vocab_image[annotations.object_vocab[case.inside]]`, the row of
+    each ranked object. Sampled are the images that take part.
+    """
+    images = np.unique(np.concatenate([ground_truth.image, object_images]))
+    if not len(images):
+        return {}
+    weights = image_weights(len(images), resamples=resamples, seed=seed)
+    samples = box_samples(scores, detections=detections, ground_truth=ground_truth, images=images, weights=weights)
+    values = scores.summary()
+    found = {name: percentile(values[name], drawn, level) for name, drawn in samples.items() if name in values}
+    columns = np.searchsorted(images, object_images)
+    return found | rank_intervals(ranks, columns, weights, published_median=published_median, level=level)

@@ -115,16 +115,16 @@ def predict(
         settings: what the predictions come from (JSON), kept inside them.
 
     Returns:
-        Predictions of each benchmark for the images delivered, coarse detections, and how often the towers ran: the
-        claim "once" in figures.
+        Predictions of each benchmark for the images delivered, coarse detections, and how many images and vocabularies
+        were scored.
     """
     by_image = {name: _vocabularies_by_image(b) for name, b in benchmarks.items()}
     parts: dict[str, list[tuple[int, int, np.ndarray, np.ndarray]]] = {name: [] for name in benchmarks}
     detections: list[Detections] = []
-    counters = {"image_forwards": 0, "vocabularies": 0}
+    counters = {"images": 0, "vocabularies": 0}
     for rows, batch in features:
         for i, row in enumerate(rows):
-            counters["image_forwards"] += 1
+            counters["images"] += 1
             tokens = batch.tokens[i : i + 1]  # [1, P, Dv]
             boxes = from_frame(batch.boxes[i].float().cpu(), *images.sizes[row], detector.frame)  # [P, 4] pixels
             wanted = [(name, v) for name, index in by_image.items() for v in index.get(row, ())]

@@ -20,8 +20,8 @@ from noctowl.errors import DataError
 from noctowl.eval import fgovd, lvis
 from noctowl.eval.inference import Benchmark, Coarse, plan, predict
 from noctowl.eval.outcome import Outcome
-from noctowl.features import ImageSet, TextBank, chunks, encode
-from noctowl.model import ImageFeatures, OwlDetector
+from noctowl.features import ImageSet, Stored, TextBank, chunks, encode
+from noctowl.model import OwlDetector
 from noctowl.text import class_prompt
 
 ATTRIBUTES = ("color", "material", "pattern", "transparency")
@@ -102,7 +102,7 @@ class Suite:
         batch_size: int,
         num_workers: int,
         device: torch.device,
-        stored: ImageFeatures | None = None,
+        stored: Stored | None = None,
         autocast: torch.dtype | None = None,
     ) -> Outcome:
         """One pass over the images, shared between the processes there are.
@@ -134,6 +134,8 @@ class Suite:
                 settings=self.settings,
                 coarse=self.coarse,
             )
+        live = stored is None
+        outcome.counters |= {"image_forwards": len(rows) if live else 0, "store_hits": 0 if live else len(rows)}
         if state.num_processes == 1:
             return outcome
         outcome.save(exchange / f"part{state.process_index}")
