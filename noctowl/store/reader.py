@@ -3,7 +3,6 @@
 Legend: I images, P patches, Dv vision width. Rows are those of the image set.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from noctowl.errors import DataError
 from noctowl.model import ImageFeatures
-from noctowl.store.shards import MappedShard, ShardIndex, row_crc
+from noctowl.store.shards import MappedShard, ShardIndex, row_check
 from noctowl.store.spec import Spec, unpack
 
 ABSENT = -1
@@ -26,7 +25,7 @@ class FeatureReader:
     Attributes: `tokens` [I, P, Dv], `boxes` [I, P, 4], `objectness` [I, P] or None: indexed by a row, or by a list of
     rows, slice or tensor, which gives a stack. A single row of an fp32 store is a view of the map: no copy.
 
-    Every row's CRC-32 is compared the first time that a process reads it (`verify=False` leaves that out). Maps are
+    Every row's quick checksum is compared the first time that a process reads it (`verify=False` leaves that out). Maps are
     opened when needed, by each process for itself: a reader may be pickled, forked and spawned.
     """
 
@@ -43,10 +42,10 @@ class FeatureReader:
     ) -> None:
         self.folder, self.spec, self.verify, self.names = folder, spec, verify, names
         self.indexes = [ShardIndex(**{**vars(index), "entries": ()}) for index in indexes]
-        where = {e.identity: (s, e.row, e.crc32) for s, index in enumerate(indexes) for e in index.entries}
+        where = {e.identity: (s, e.row, e.check) for s, index in enumerate(indexes) for e in index.entries}
         self._shard = np.full(n_rows, ABSENT, np.int32)
         self._row = np.zeros(n_rows, np.int32)
-        self._crc = np.zeros(n_rows, np.uint32)
+        self._check = np.zeros(n_rows, np.uint32)
         self._seen = np.zeros(n_rows, np.bool_)
         missing = [row for row, identity in identities.items() if identity not in where]
         if missing:
@@ -56,10 +55,25 @@ class FeatureReader:
                 "`noctowl features build`, or features.mode=disk, which builds what is missing."
             )
         for row, identity in identities.items():
-            self._shard[row], self._row[row], self._crc[row] = where[identity]
+            self._shard[row], self._row[row], self._check[row] = where[identity]
         self._open: dict[int, MappedShard] = {}
-        self.tokens, self.boxes = Column(self, "tokens"), Column(self, "boxes")
-        self.objectness = Column(self, "objectness") if spec.objectness else None
+
+    # Made anew at each access: a reader that refers to itself would keep its maps until the garbage collector comes.
+
+    @property
+    def tokens(self) -> "Column":
+        """[I, P, Dv]"""
+        return Column(self, "tokens")
+
+    @property
+    def boxes(self) -> "Column":
+        """[I, P, 4], xyxy relative to the model's square"""
+        return Column(self, "boxes")
+
+    @property
+    def objectness(self) -> "Column | None":
+        """[I, P], logits; None for OWL-ViT"""
+        return Column(self, "objectness") if self.spec.objectness else None
 
     def __len__(self) -> int:
         return len(self._shard)
@@ -74,33 +88,21 @@ class FeatureReader:
 
     def prefetch(self, rows: Sequence[int]) -> None:
         """Have the system read these rows from disk in the background; where it cannot, nothing happens."""
-        if not hasattr(os, "posix_fadvise"):
-            return
         for row in rows:
-            index, start = self.indexes[self._shard[row]], 0
-            with (self.folder / f"{index.name}.safetensors").open("rb") as file:
-                for item in self.spec.fields:
-                    first = index.data_start + start + int(self._row[row]) * item.row_bytes
-                    os.posix_fadvise(file.fileno(), first, item.row_bytes, os.POSIX_FADV_WILLNEED)
-                    start += index.count * item.row_bytes
+            self._mapped(row).fetch(int(self._row[row]))
 
     def get(self, name: str, row: int) -> Tensor:
         """One tensor of one image, fp32."""
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} images")
         row = row % len(self)
-        number = int(self._shard[row])
-        if number == ABSENT:
-            raise DataError(f"{self.folder}: {self._name(row)} was not asked for when the store was opened")
-        if number not in self._open:
-            self._open[number] = MappedShard(self.folder, self.indexes[number], self.spec)
-        shard, place = self._open[number], int(self._row[row])
+        shard, place = self._mapped(row), int(self._row[row])
+        shard.fetch(place)
         if self.verify and not self._seen[row]:
-            if row_crc(shard.row(place)) != int(self._crc[row]):
+            if row_check(shard.row(place)) != int(self._check[row]):
                 raise DataError(
-                    f"{self.folder / self.indexes[number].name}.safetensors: the features of {self._name(row)} are "
-                    "damaged (CRC-32). Run `noctowl features verify --repair` and build again: only what is damaged "
-                    "is computed anew."
+                    f"{shard.path}: the features of {self._name(row)} are damaged (checksum). Run `noctowl features "
+                    "verify --repair` and build again: only what is damaged is computed anew."
                 )
             self._seen[row] = True
         value = shard.tensors[name][place]
@@ -108,6 +110,14 @@ class FeatureReader:
             return value
         scales = shard.tensors.get("scales")
         return unpack(value, None if scales is None else scales[place])
+
+    def _mapped(self, row: int) -> MappedShard:
+        number = int(self._shard[row])
+        if number == ABSENT:
+            raise DataError(f"{self.folder}: {self._name(row)} was not asked for when the store was opened")
+        if number not in self._open:
+            self._open[number] = MappedShard(self.folder, self.indexes[number], self.spec)
+        return self._open[number]
 
     def _name(self, row: int) -> str:
         return self.names[row] if row < len(self.names) else f"row {row}"

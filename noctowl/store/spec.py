@@ -136,13 +136,14 @@ def pack(features: ImageFeatures, spec: Spec) -> dict[str, Tensor]:
         assert features.objectness is not None
         packed["objectness"] = features.objectness.float()
     if spec.dtype == "int8":
-        scales = (tokens.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # [B, P]
+        largest = torch.linalg.vector_norm(tokens, torch.inf, dim=-1)  # [B, P]
+        scales = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
         packed["scales"] = scales
-        packed["tokens"] = (tokens / scales.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+        packed["tokens"] = (tokens / scales.unsqueeze(-1)).round_().to(torch.int8)
     else:
         packed["tokens"] = tokens.to(DTYPES[spec.dtype])
     for name, value in packed.items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
+        if value.is_floating_point() and not bool(torch.stack(torch.aminmax(value)).isfinite().all()):
             raise DataError(
                 f"features: {name} in {spec.dtype} are not all finite (largest token {float(tokens.abs().max()):.3g}). "
                 + ("The weights or the image are broken." if spec.dtype != "fp16" else "Use features.dtype=fp32.")
