@@ -15,7 +15,6 @@ from torch import Tensor
 
 from noctowl.data.batch import Batch
 from noctowl.errors import ModelError
-from noctowl.head import cosine
 from noctowl.losses import LossTerms, compute_losses
 from noctowl.matcher import match
 from noctowl.model import TRAINABLE, ImageFeatures, OwlDetector
@@ -73,8 +72,7 @@ class NoctOWL(pl.LightningModule):
         tokens, patch_boxes, _ = self.features(batch)
         with torch.autocast(tokens.device.type, enabled=False):
             head = self.detector.head
-            embeddings = head.embed(tokens)  # [B, P, D]
-            similarities = cosine(embeddings, batch.queries, query_epsilon=self.compat)  # [B, P, C]
+            similarities = head.lean_similarity(tokens, batch.queries, query_epsilon=self.compat)  # [B, P, C]
             assignment = match(
                 pred_boxes=patch_boxes,
                 similarities=similarities.detach(),
@@ -86,9 +84,9 @@ class NoctOWL(pl.LightningModule):
             student = teacher = None
             if self.distill["name"] != "none":
                 assert self.coarse_queries is not None  # checked in __init__
-                names = self.coarse_queries
-                student = cosine(embeddings[positive], names, query_epsilon=self.compat)  # [n, K]
-                teacher = self.detector.teacher.similarity(tokens[positive], names, query_epsilon=self.compat)
+                student, teacher = self.detector.coarse_pair(
+                    tokens[positive], self.coarse_queries, query_epsilon=self.compat
+                )  # [n, K]
             options = {k: v for k, v in self.loss.items() if k in ("margin", "temperature", "gamma")}
             terms = compute_losses(
                 similarities=similarities,

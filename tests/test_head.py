@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from noctowl.head import ClassHead, TeacherHead, cosine
+from noctowl.errors import ModelError
+from noctowl.head import ClassHead, TeacherHead, _Similarity, cosine
+from noctowl.losses import compute_losses
 from noctowl.model import OwlDetector
 
 
@@ -81,3 +84,88 @@ def test_student_gradient_reaches_dense0_only(detector):
         "model.class_head.dense0.bias",
     }
     detector.zero_grad()
+
+
+def case(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dense0, tokens [2, 5, 6], queries [2, 3, 4] and weights of the similarities."""
+    g = torch.Generator().manual_seed(3)
+    layer = nn.Linear(6, 4).to(dtype)
+    with torch.no_grad():
+        layer.weight.normal_(generator=g)
+        layer.bias.normal_(generator=g)
+    draw = [torch.randn(shape, generator=g).to(dtype) for shape in ((2, 5, 6), (2, 3, 4), (2, 5, 3))]
+    return layer, draw[0], draw[1], draw[2]
+
+
+def test_closed_form_gradient_is_the_numeric_one():
+    layer, tokens, queries, _ = case(torch.float64)
+    weight, bias = layer.weight, layer.bias
+    assert torch.autograd.gradcheck(lambda w, b: _Similarity.apply(tokens, w, b, queries), (weight, bias))
+    flat = tokens[0]
+    assert torch.autograd.gradcheck(lambda w, b: _Similarity.apply(flat, w, b, queries[0]), (weight, bias))
+    assert torch.autograd.gradcheck(lambda w, b: _Similarity.apply(tokens, w, b, queries[0]), (weight, bias))
+
+
+@pytest.mark.parametrize("epsilon", [False, True])
+def test_lean_similarity_is_similarity(epsilon):
+    """Values bit by bit; gradients to rounding, summed over several uses of the layer."""
+    layer, tokens, queries, weights = case()
+    head = ClassHead(nn.ModuleDict({"dense0": layer}))
+    values, gradients = [], []
+    for compute in (head.similarity, head.lean_similarity):
+        layer.zero_grad()
+        s = compute(tokens, queries, query_epsilon=epsilon)
+        (s.abs() * weights).sum().backward()
+        compute(tokens[0, :2], queries[0], query_epsilon=epsilon).square().sum().backward()
+        values.append(s)
+        gradients.append((layer.weight.grad.clone(), layer.bias.grad.clone()))
+    assert torch.equal(*values)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
+
+
+def test_an_embedding_of_zero_has_no_gradient():
+    layer, tokens, queries, _ = case()
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+    head = ClassHead(nn.ModuleDict({"dense0": layer}))
+    gradients = []
+    for compute in (head.similarity, head.lean_similarity):
+        layer.zero_grad()
+        s = compute(tokens, torch.zeros_like(queries))
+        s.sum().backward()
+        assert s.abs().max() == 0
+        gradients.append(layer.weight.grad.clone())
+    assert torch.equal(*gradients)
+    assert gradients[0].abs().max() == 0
+
+
+def test_lean_similarity_refuses_tokens_that_want_a_gradient():
+    layer, tokens, queries, _ = case()
+    head = ClassHead(nn.ModuleDict({"dense0": layer}))
+    with pytest.raises(ModelError, match="only dense0 trains"):
+        head.lean_similarity(tokens.requires_grad_(), queries)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("kind", ["owlv2", "owlvit"])
+def test_closed_form_gives_the_published_gradient(shared, kind):
+    """The first update's gradient of the published implementation (two batches of the triplet with distillation)."""
+    golden = load_file(shared / "golden" / f"train_{kind}_triplet_mse.safetensors")
+    layer = nn.Linear(*golden["dense0.weight.init"].T.shape)
+    layer.load_state_dict({name: golden[f"dense0.{name}.init"] for name in ("weight", "bias")})
+    head = ClassHead(nn.ModuleDict({"dense0": layer}))
+    names = golden["lvis.queries"][0]
+    for i in range(2):
+        batch = {k.split(".", 1)[1]: v for k, v in golden.items() if k.startswith(f"b{i}.")}
+        tokens, positive = batch["image_feats"], batch["target_classes_spread"] == 0
+        terms = compute_losses(
+            similarities=head.lean_similarity(tokens, batch["queries"], query_epsilon=True),
+            positive=positive,
+            distill="mse",
+            student=head.lean_similarity(tokens[positive], names, query_epsilon=True),
+            teacher=batch["lvis_target"][positive],
+        )
+        (terms.total / 2).backward()
+    for name in ("weight", "bias"):
+        assert (getattr(layer, name).grad - golden[f"step0.grad.{name}"]).abs().max() <= 2e-7
