@@ -151,6 +151,12 @@ def prepare(tree: Tree) -> Prepared:
     return Prepared(detector, device, bank, data, names, queries, validation, test, frozen)
 
 
+def build_features(tree: Tree) -> str:
+    """Have features of all images of the training, validation and benchmark files in the store; says what was done."""
+    ready = prepare(tree)
+    return f"{ready.frozen.reason} (in {Path(tree['features']['root']).expanduser()})"
+
+
 def make_images(detector: OwlDetector, root: Path, pad_value: float) -> ImageSet:
     """An empty image set with the detector's own preprocessing."""
     return ImageSet(root, Preprocessor(detector.image_processor, frame=detector.frame, pad_value=pad_value))

@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, required=True, help="a new or empty folder")
     export.set_defaults(run=_export)
 
+    _features_parser(commands.add_parser("features", help="the store of image features").add_subparsers(required=True))
+
     controls = commands.add_parser("controls", help="text-only rankers on an annotation file: no model, no images")
     controls.add_argument("--annotations", type=Path, required=True)
     controls.add_argument(
@@ -66,6 +68,61 @@ def _parser() -> argparse.ArgumentParser:
     pretrain.add_argument("arguments", nargs=argparse.REMAINDER)
     pretrain.set_defaults(run=_pretrain)
     return parser
+
+
+def _features_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    build = kinds.add_parser("build", help="encode what is missing; may run several times at once, and be interrupted")
+    build.add_argument("overrides", nargs="*", help="model=…, data=…, features.root=…, features.dtype=…, trainer=…")
+    build.set_defaults(run=_features_build)
+    for name, text, run in (
+        ("verify", "compare every checksum", _features_verify),
+        ("info", "what is stored, and the measured error", _features_info),
+        ("prune", "remove stores (dry run unless --yes)", _features_prune),
+    ):
+        parser = kinds.add_parser(name, help=text)
+        parser.add_argument("overrides", nargs="*", help="features.root=… (default: the cache)")
+        parser.set_defaults(run=run)
+        if name == "verify":
+            parser.add_argument(
+                "--repair", action="store_true", help="take away what is damaged; build encodes it again"
+            )
+        if name == "prune":
+            parser.add_argument("--keep", nargs="*", metavar="KEY", help="beginnings of keys; all other stores go")
+            parser.add_argument("--yes", action="store_true", help="remove, do not only list")
+
+
+def _features_root(arguments: argparse.Namespace) -> Path:
+    from noctowl.compose import compose
+
+    return Path(compose("evaluate", arguments.overrides)["features"]["root"]).expanduser()
+
+
+def _features_build(arguments: argparse.Namespace) -> int:
+    from noctowl.assembly import build_features
+    from noctowl.compose import compose
+
+    print(build_features(compose("train", ["features=disk", *arguments.overrides])))
+    return 0
+
+
+def _features_verify(arguments: argparse.Namespace) -> int:
+    from noctowl.store import print_verify, verify
+
+    return print_verify(verify(_features_root(arguments), repair=arguments.repair))
+
+
+def _features_info(arguments: argparse.Namespace) -> int:
+    from noctowl.store import info, print_info
+
+    print_info(info(_features_root(arguments)))
+    return 0
+
+
+def _features_prune(arguments: argparse.Namespace) -> int:
+    from noctowl.store import print_prune, prune
+
+    print_prune(prune(_features_root(arguments), arguments.keep, dry_run=not arguments.yes))
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:
