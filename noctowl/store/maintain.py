@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from noctowl.errors import DataError
-from noctowl.store.claims import Claims, live_claims
+from noctowl.store.claims import STALE, Claims, live_claims
 from noctowl.store.folder import META, FeatureStore
 from noctowl.store.shards import (
     Damaged,
@@ -49,13 +49,10 @@ def mend(store: FeatureStore, *, full: bool, repair: bool, living: Collection[st
     for path in sorted(folder.glob("shard-*.safetensors")):
         if not path.with_suffix(".json").exists() and _builder(path) not in living:
             problems += _check_orphan(store, path, repair=repair)
-    for path in sorted(folder.glob(".shard-*.part")):
-        if _builder(path) not in living:
-            problems.append(
-                Problem(path.name, "leftover", f"{path.stat().st_size} bytes of a build that died", 0, "removed")
-            )
-            if repair:
-                path.unlink(missing_ok=True)
+    for path in _leftovers(folder, living):
+        problems.append(Problem(path.name, "leftover", "of a build that died", 0, "removed"))
+        if repair:
+            path.unlink(missing_ok=True)
     if repair and problems:
         sync_folder(folder)
     return problems
@@ -119,6 +116,20 @@ def _check_orphan(store: FeatureStore, shard: Path, *, repair: bool) -> list[Pro
         write_index(store.folder, index)
     lost = index.count - len(index.entries)
     return [Problem(shard.name, "no index", f"{len(index.entries)} good rows", lost, "index written again")]
+
+
+def _leftovers(folder: Path, living: Collection[str]) -> list[Path]:
+    """Files that were being written when their process died: of shards by builder, small ones by their age."""
+    shards = [path for path in folder.glob(".shard-*.part") if _builder(path) not in living]
+    small = [p for pattern in (".meta.json.*.part", "claims/.*.part") for p in folder.glob(pattern)]
+    return sorted([*shards, *(path for path in small if _age(path) > STALE)])
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written to; 0 if it has just gone."""
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
 
 
 def _count(path: Path) -> int:
@@ -207,9 +218,8 @@ def prune(root: str | Path, keep: Sequence[str] | None, *, dry_run: bool = True)
     for store in every:
         living = _living(store)
         if store.spec.key in kept_keys:
-            for path in sorted(store.folder.glob(".*.part")):
-                if path.name.startswith(".shard-") and _builder(path) not in living:
-                    found.append({"path": path, "bytes": path.stat().st_size, "why": "left by a build that died"})
+            for path in _leftovers(store.folder, living):
+                found.append({"path": path, "bytes": path.stat().st_size, "why": "left by a build that died"})
         elif living:
             size = sum(p.stat().st_size for p in store.folder.glob("shard-*"))
             found.append({"path": store.folder, "bytes": size, "why": "not kept, but being built", "removed": False})

@@ -23,10 +23,11 @@ class FeatureReader:
     """Features of images by row, from memory-mapped shards; fp32 tensors whatever the store's dtype.
 
     Attributes: `tokens` [I, P, Dv], `boxes` [I, P, 4], `objectness` [I, P] or None: indexed by a row, or by a list of
-    rows, slice or tensor, which gives a stack. A single row of an fp32 store is a view of the map: no copy.
+    rows, slice or tensor, which gives a stack. A single row of an fp32 store is a view of the map, no copy: do
+    not write into it (the file would stay as it is, this reader's later answers would not).
 
-    Every row's quick checksum is compared the first time that a process reads it (`verify=False` leaves that out). Maps are
-    opened when needed, by each process for itself: a reader may be pickled, forked and spawned.
+    Every row's quick checksum is compared the first time that a process reads it (`verify=False` leaves that out). Maps
+    are opened when needed, by each process for itself: a reader may be pickled, forked and spawned.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class FeatureReader:
             raise IndexError(f"row {row} of {len(self)} images")
         row = row % len(self)
         shard, place = self._mapped(row), int(self._row[row])
-        shard.fetch(place)
-        if self.verify and not self._seen[row]:
+        unchecked = self.verify and not self._seen[row]
+        if unchecked or name == "tokens":
+            shard.fetch(place)
+        if unchecked:
             if row_check(shard.row(place)) != int(self._check[row]):
                 raise DataError(
                     f"{shard.path}: the features of {self._name(row)} are damaged (checksum). Run `noctowl features "

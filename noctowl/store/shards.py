@@ -3,9 +3,9 @@
 A shard is a safetensors file; its index is a JSON file of the same name. The index is all that reading needs; the
 shard's own header carries the same list once more, so that a shard whose index was lost is not lost.
 
-Each image has two checksums over its bytes in the order of `Spec.fields`: a quick one, checked when a row is first read,
-and sha256, checked by `verify`. The quick one is the CRC-32 of the sums of 64-bit words over blocks of 4 kB, at memory
-speed: any damage within one word changes the sum, and a CRC misses one change of many bits in 4 billion.
+Each image has two checksums over its bytes in the order of `Spec.fields`: a quick one, checked when a row is first
+read, and sha256, checked by `verify`. The quick one is the CRC-32 of the sums of 64-bit words over blocks of 4 kB, at
+memory speed: any damage within one word changes the sum, and a CRC misses one change of many bits in 4 billion.
 """
 
 import ctypes
