@@ -228,9 +228,9 @@ def fgovd_intervals(
 ) -> dict[str, Interval]:
     """Every figure of one benchmark and N with its interval, under the names of `fgovd.score`.
 
-    scores, ranks: what `score_boxes` and `object_ranks` gave for a `fgovd.Case`, whose are the detections and the ground
-    truth (images are rows there). object_images: `annotations.vocab_image[annotations.object_vocab[case.inside]]`, the row of
-    each ranked object. Sampled are the images that take part.
+    scores, ranks: what `score_boxes` and `object_ranks` gave for a `fgovd.Case`, whose are the detections and the
+    ground truth; images are rows there. object_images: the image row of each ranked object,
+    `annotations.vocab_image[annotations.object_vocab[case.inside]]`. Sampled are the images that take part.
     """
     images = np.unique(np.concatenate([ground_truth.image, object_images]))
     if not len(images):

@@ -4,8 +4,9 @@ Legend: D detections, G objects, K classes, T IoU thresholds, I images, B resamp
 
 Which detection takes which object is settled inside an image, so weights change no match: they only say how often each
 true and false positive counts. Per class and threshold the curve is read at the true positives, as in `ap.py`; between
-them false positives are summed by a sparse product, images by resamples. Cost: B (D + T · true positives) additions,
-about 15 s for 1,000 resamples of LVIS val's size, with no second matching.
+them false positives are summed by a sparse product, images by resamples. Cost: B (D + T · true positives) steps; 1,000
+resamples of 450,000 detections in 1,500 images take 8 s, where matching and scoring take 1 s: 200 resamples are twice
+the scoring.
 """
 
 from dataclasses import dataclass
@@ -116,31 +117,31 @@ def _class_ap(
     if not len(places):
         return result
     constant = counted.all(0)
-    base = _summed_to(places, np.flatnonzero(constant), image, by_image)  # [P, b]
+    base = _summed_to(places, np.flatnonzero(constant), image, by_image)  # [b, P]
     for t in range(len(hit)):
         own = hit[t, places]
         if not own.any():
             continue
-        tp = np.cumsum(by_image[image[places[own]]], axis=0)  # [P_t, b]
-        total = base[own]
+        tp = np.cumsum(by_image[image[places[own]]].T.copy(), axis=1)  # [b, P_t]; sums along memory are the fast ones
+        total = base[:, own]
         changing = np.flatnonzero(counted[t] & ~constant)
         if len(changing):
-            total = total + _summed_to(places, changing, image, by_image)[own]
+            total = total + _summed_to(places, changing, image, by_image)[:, own]
         precision = tp / (total + np.spacing(1))
-        np.maximum.accumulate(precision[::-1], axis=0, out=precision[::-1])
-        step = np.searchsorted(recall_at, tp / np.maximum(objects, 1), side="right")
-        gained = np.diff(step, axis=0, prepend=0)  # places not drawn gain nothing, or read what comes after them
-        ap_t = (precision * gained).sum(0) / len(recall_at)
+        np.maximum.accumulate(precision[:, ::-1], axis=1, out=precision[:, ::-1])
+        step = np.searchsorted(recall_at, tp / np.maximum(objects, 1)[:, None], side="right")
+        gained = np.diff(step, axis=1, prepend=0)  # places not drawn gain nothing, or read what comes after them
+        ap_t = (precision * gained).sum(1) / len(recall_at)
         result[t, objects > 0] = ap_t[objects > 0]
     return result
 
 
 def _summed_to(
     places: Int[ndarray, "P"], members: Int[ndarray, "m"], image: Int[ndarray, "D"], by_image: Float[ndarray, "I b"]
-) -> Float[ndarray, "P b"]:
+) -> Float[ndarray, "b P"]:
     """Weights of those `members` that stand at or before each place."""
     stretch = np.searchsorted(places, members)
     within = stretch < len(places)
     stretch, column = stretch[within], image[members[within]]
     counts = sparse.csr_matrix((np.ones(len(stretch)), (stretch, column)), shape=(len(places), len(by_image)))
-    return np.cumsum(counts @ by_image, axis=0)
+    return np.cumsum((counts @ by_image).T.copy(), axis=1)
