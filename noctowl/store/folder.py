@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class FeatureStore:
     def __init__(self, root: str | Path, spec: Spec) -> None:
         self.root, self.spec = Path(root), spec
         self.folder = self.root / spec.key
+        self._parsed: dict[str, tuple[tuple[int, ...], ShardIndex]] = {}  # index files, by name, that were read before
         if (self.folder / META).is_file():
             read_meta(self.folder)
 
@@ -74,7 +76,18 @@ class FeatureStore:
 
     def indexes(self) -> list[ShardIndex]:
         """All shards that can be read, by name. Damaged ones are left out: their images count as missing."""
-        return scan(self.folder, self.spec)[0]
+        good: list[ShardIndex] = []
+        parsed: dict[str, tuple[tuple[int, ...], ShardIndex]] = {}
+        for path in sorted(self.folder.glob("shard-*.json")):
+            with suppress(Damaged, FileNotFoundError):
+                index_state, shard = path.stat(), path.with_suffix(".safetensors").stat()
+                state = (index_state.st_mtime_ns, index_state.st_size, index_state.st_ino, shard.st_size)
+                known = self._parsed.get(path.name)
+                index = known[1] if known is not None and known[0] == state else read_index(path, self.spec)
+                parsed[path.name] = (state, index)
+                good.append(index)
+        self._parsed = parsed
+        return good
 
     def stored(self) -> set[str]:
         """Identities that can be read."""
@@ -127,17 +140,6 @@ def read_meta(folder: Path) -> Spec:
             f"{path}: describes the store {key}, but lies in {folder.name}. Move it back to its own folder."
         )
     return spec
-
-
-def scan(folder: Path, spec: Spec) -> tuple[list[ShardIndex], list[tuple[Path, Damaged]]]:
-    """Shards that can be read, and indexes that cannot with the reason."""
-    good, bad = [], []
-    for path in sorted(folder.glob("shard-*.json")):
-        try:
-            good.append(read_index(path, spec))
-        except Damaged as problem:
-            bad.append((path, problem))
-    return good, bad
 
 
 def free_bytes(folder: Path) -> int:
