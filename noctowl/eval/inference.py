@@ -140,7 +140,7 @@ def predict(
                 )
     predictions = {
         name: Predictions.from_parts(
-            parts[name],
+            sorted(parts[name], key=lambda part: part[:2]),  # by key, as parts of several processes are merged
             n_negatives=b.n_negatives,
             top=top,
             settings={**settings, "annotations_sha256": b.annotations.sha256},
