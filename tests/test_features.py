@@ -8,12 +8,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
+from noctowl.assembly import make_images
 from noctowl.data.datamodule import DataModule
 from noctowl.data.fgovd import read_fgovd
 from noctowl.errors import DataError
-from noctowl.features import ImageSet, TextBank, choose_mode, chunks, encode, store, stored_bytes
+from noctowl.features import ImageSet, TextBank, choose_mode, chunks, encode, store
 from noctowl.text import tokenize
-from noctowl.training import coarse_queries, make_images, training_data
+from noctowl.training import coarse_queries, training_data
 from tests.test_module import make_module
 
 CPU = torch.device("cpu")
@@ -161,22 +162,24 @@ def free(monkeypatch):
     return give
 
 
-def test_choice_of_the_mode(fresh_detector, free):
-    detector = fresh_detector()
-    needed = stored_bytes(detector, 1000)
-    assert needed == 1000 * 64 * (160 + 4) * 4
-    free(2 * needed)
-    assert choose_mode("auto", detector, 1000) == (
+def never() -> tuple[int, int]:
+    raise AssertionError("the disk is asked although it does not matter")
+
+
+def test_choice_of_the_mode(free):
+    """Half of the free memory, else nine tenths of the free disk, else live."""
+    free(80_000_000)
+    assert choose_mode("auto", memory_bytes=40_000_000, disk=never) == (
         "memory",
-        "features are computed once and kept in memory (1000 images need 0.04 GB, 0.1 GB are free)",
+        "features are computed once and kept in memory (0.04 GB in memory, 0.1 GB are free)",
     )
-    assert choose_mode("live", detector, 1000)[0] == "live"
-    free(2 * needed - 1)
-    assert choose_mode("auto", detector, 1000)[0] == "live"
-    assert choose_mode("memory", detector, 1000)[0] == "memory"
-    free(needed - 1)
-    with pytest.raises(DataError, match=r"features=memory: 1000 images need 0.04 GB.*features=live"):
-        choose_mode("memory", detector, 1000)
+    assert choose_mode("auto", memory_bytes=40_000_001, disk=lambda: (90, 100))[0] == "disk"
+    assert choose_mode("auto", memory_bytes=40_000_001, disk=lambda: (91, 100))[0] == "live"
+    assert choose_mode("live", memory_bytes=1, disk=never)[0] == "live"
+    assert choose_mode("disk", memory_bytes=1, disk=lambda: (91, 100))[0] == "disk"
+    assert choose_mode("memory", memory_bytes=80_000_000, disk=never)[0] == "memory"
+    with pytest.raises(DataError, match=r"features.mode=memory: 0.08 GB in memory, 0.1 GB are free.*features=live"):
+        choose_mode("memory", memory_bytes=80_000_001, disk=never)
 
 
 def test_an_image_has_one_size(fresh_detector, tmp_path):

@@ -79,10 +79,12 @@ def test_results_are_flat_and_complete(real):
     assert origin["versions"]["torch"] == torch.__version__.split("+")[0]
 
 
-def test_each_image_is_seen_once(real):
+def test_each_image_is_encoded_once(real):
+    """Training, validation and six benchmarks share one pass of the vision tower."""
     folder = real.folder
     seen = {int(i) for name in BENCHMARKS for i in Predictions.load(folder / "predictions" / f"{name}.npz").image_ids}
-    assert real.results["counts"]["forwards"]["image_forwards"] == len(seen)
+    forwards = real.results["counts"]["forwards"]
+    assert forwards["encoded_before"] + forwards["image_forwards"] == len(seen) == forwards["images"]
 
 
 def test_metrics_csv_tells_the_training(real):
@@ -126,6 +128,7 @@ def test_a_run_evaluates_to_its_own_figures(real, command, source):
     if source == "predictions":
         assert found == wanted
         return
+    assert called.results["counts"]["forwards"]["image_forwards"] == real.results["counts"]["forwards"]["images"]
     for name in BENCHMARKS:
         first, second = (Predictions.load(f / "predictions" / f"{name}.npz") for f in (real.folder, called.folder))
         assert first.keys() == second.keys()
@@ -179,6 +182,21 @@ def test_the_same_seed_gives_the_same_head(small, command):
     ]
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in TRAINABLE)
     assert not torch.equal(heads[0][TRAINABLE[0]], heads[2][TRAINABLE[0]])
+
+
+def test_jobs_of_a_sweep_train_as_they_would_alone(small, command, tmp_path):
+    """They share what is frozen, not the head; each has its own folder."""
+    swept = command("train", *small, f"output_dir={tmp_path}", "loss=bce,triplet", "seed=5", "test=false", "-m")
+    assert swept.code == 0, swept.err
+    found = {}
+    for folder in (tmp_path / "default").glob("*-*/checkpoints"):
+        settings = yaml.safe_load((folder.parent / "config.yaml").read_text())
+        found[settings["loss"]["name"]] = load_file(folder / "best.safetensors")
+    assert set(found) == {"bce", "triplet"}
+    for loss, head in found.items():
+        alone = command("train", *small, f"loss={loss}", "seed=5", "test=false").folder
+        wanted = load_file(alone / "checkpoints" / "best.safetensors")
+        assert all(torch.equal(head[name], wanted[name]) for name in TRAINABLE)
 
 
 def test_nothing_is_kept_where_the_published_rule_keeps_nothing(small, command, monkeypatch):
@@ -249,7 +267,7 @@ def test_two_processes(small, tmp_path):
     assert done.stdout.strip().splitlines()[-1] == f"results: {tmp_path / 'run' / 'results.json'}"
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     images = {int(i) for i in Predictions.load(tmp_path / "run" / "predictions" / "hard.npz").image_ids}
-    assert results["counts"]["forwards"]["image_forwards"] == len(images)
+    assert results["counts"]["forwards"]["images"] == len(images)
     share = -(-results["counts"]["training"]["vocabularies_trained"] // 2)  # of each process
     assert results["counts"]["steps"] == -(-share // 4)
     assert not list((tmp_path / "run" / "predictions").glob("part*"))

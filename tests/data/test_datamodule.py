@@ -5,13 +5,13 @@ import pytest
 import torch
 from PIL import Image
 
+from noctowl.assembly import make_images
 from noctowl.data.batch import collate
 from noctowl.data.datamodule import DataModule, TrainingSet
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.images import ImageError
 from noctowl.features import TextBank
 from noctowl.model import ImageFeatures
-from noctowl.training import make_images
 
 CPU = torch.device("cpu")
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from noctowl.assembly import make_images
 from noctowl.boxes import from_frame
 from noctowl.data.files import find_benchmarks
 from noctowl.data.images import load_rgb
 from noctowl.eval.suite import Suite
 from noctowl.features import TextBank, store
 from noctowl.text import tokenize
-from noctowl.training import make_images
 
 CPU = torch.device("cpu")
 WORK = {"batch_size": 4, "num_workers": 0, "device": CPU}
@@ -115,7 +115,9 @@ def test_stored_features_give_the_same(fresh_detector, world, tmp_path):
     suite = make_suite(world, detector, ["hard"], (2,), short_vocabularies="keep")
     live = suite.predict(detector, tmp_path, **WORK).predictions["hard"]
     features = store(detector, suite.images, **WORK)
-    stored = suite.predict(detector, tmp_path, stored=features, **WORK).predictions["hard"]
+    outcome = suite.predict(detector, tmp_path, stored=features, **WORK)
+    stored = outcome.predictions["hard"]
+    assert (outcome.counters["image_forwards"], outcome.counters["store_hits"]) == (0, outcome.counters["images"])
     assert stored.keys() == live.keys()
     np.testing.assert_allclose(stored.logits, live.logits, rtol=0, atol=1e-5)
     np.testing.assert_allclose(stored.boxes, live.boxes, rtol=0, atol=1e-3)
