@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPTokenizer
@@ -114,14 +115,17 @@ def build(seed: int) -> Pretrainee:
         return Pretrainee(detector, tokenizer)
 
 
-def save_stage(model: Pretrainee, path: Path) -> None:
-    """Stage 1 on disk, so that stage 2 can be run again without it."""
+def save_stage(model: Pretrainee, path: Path, cpu_seconds: float) -> None:
+    """Stage 1 on disk, with what it cost, so that stage 2 can be run again without it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, path, metadata={"cpu_seconds": str(cpu_seconds)})
 
 
-def load_stage(path: Path, seed: int) -> Pretrainee:
-    """What `save_stage` wrote, frozen. Raises RuntimeError if names or shapes differ."""
+def load_stage(path: Path, seed: int) -> tuple[Pretrainee, float]:
+    """What `save_stage` wrote: the model, frozen, and its CPU seconds. Raises RuntimeError if shapes or names differ."""
     model = build(seed)
     model.load_state_dict(load_file(path))
-    return model.eval().requires_grad_(False)
+    with safe_open(path, framework="pt") as file:
+        seconds = float(file.metadata()["cpu_seconds"])
+    return model.eval().requires_grad_(False), seconds

@@ -198,8 +198,9 @@ def test_a_head_learns_from_separable_tokens(model):
 
 
 def test_stage_one_is_kept_without_pickle(model, tmp_path):
-    save_stage(model, tmp_path / "stage1.safetensors")
-    again = load_stage(tmp_path / "stage1.safetensors", seed=0)
+    save_stage(model, tmp_path / "stage1.safetensors", 1.5)
+    again, seconds = load_stage(tmp_path / "stage1.safetensors", seed=0)
+    assert seconds == 1.5
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     assert not any(parameter.requires_grad for parameter in again.parameters())
 
