@@ -113,9 +113,14 @@ class Preparation:
         self._key = ""
         self._ready: Prepared | None = None
 
+    @classmethod
+    def key(cls, tree: Tree) -> str:
+        """Equal for runs that can share a preparation."""
+        return json.dumps({section: tree[section] for section in cls.SECTIONS}, sort_keys=True)
+
     def __call__(self, tree: Tree) -> Prepared:
         """Everything for the run of `tree`, with the head as it was pretrained."""
-        key = json.dumps({section: tree[section] for section in self.SECTIONS}, sort_keys=True)
+        key = self.key(tree)
         if self._ready is not None and key == self._key:
             self._ready.frozen.encoded = 0
         else:

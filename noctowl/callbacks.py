@@ -116,7 +116,7 @@ class Selection(pl.Callback):
             return
         figures = self.evaluate()
         self.history.append({"epoch": epoch, **figures})
-        module.log_dict({f"val/{k}": v for k, v in figures.items()}, on_epoch=True, batch_size=1, rank_zero_only=True)
+        module.report({f"val/{k}": v for k, v in figures.items()}, on_epoch=True, batch_size=1, rank_zero_only=True)
         value = figures.get(self.metric, -float("inf"))
         if value > self.best:
             self.best = value

@@ -29,6 +29,7 @@ from noctowl.validation import Problem, did_you_mean, raise_for
 SCHEMAS = {"train": TrainConfig, "evaluate": EvaluateConfig}
 VERSION_BASE = "1.3"
 Tree = dict[str, Any]
+Job = tuple[Tree, list[str]]  # a checked configuration, and the overrides that made it
 
 
 def conf_dir() -> Path:
@@ -72,24 +73,26 @@ def jobs(overrides: Sequence[str]) -> list[list[str]]:
     return [list(job) for batch in batches for job in batch]
 
 
-def dispatch(entry: str, argv: Sequence[str], task: Callable[[Tree, list[str]], None]) -> None:
-    """Run `task(tree, overrides)` for the command line: once, or once per job of a sweep.
+def dispatch(entry: str, argv: Sequence[str], task: Callable[[list[Job]], None]) -> None:
+    """Run `task` on the jobs of the command line: one, or all of a sweep (-m).
 
-    All jobs of a sweep are checked before the first one starts. Whatever else Hydra offers (--help, --cfg, --info,
-    launchers) is left to it. A single run does not go through Hydra's launcher, so that processes which it starts begin
-    with the same command line.
+    All jobs are checked before the first one starts. With a launcher or sweeper of Hydra's (hydra/launcher=…), and for
+    --help, --cfg and the like, Hydra runs the show, and `task` gets one job at a time.
     """
     flags = [a for a in argv if a.startswith("-")]
     overrides = [a for a in argv if not a.startswith("-")]
     if not flags:
-        task(compose(entry, overrides), list(overrides))
+        task([(compose(entry, overrides), list(overrides))])
         return
-    multirun = any(a in ("-m", "--multirun") for a in flags)
-    if multirun:
-        _check_sweep(entry, jobs([o for o in overrides if not o.startswith("hydra")]))
+    plugins = [o for o in overrides if o.startswith(("hydra/launcher", "hydra/sweeper"))]
+    if set(flags) <= {"-m", "--multirun"}:
+        checked = _check_sweep(entry, jobs([o for o in overrides if not o.startswith("hydra")]))
+        if not plugins:
+            task(checked)
+            return
 
     def job(cfg: DictConfig) -> None:
-        task(_plain(cfg), list(HydraConfig.get().overrides.task))
+        task([(_plain(cfg), list(HydraConfig.get().overrides.task))])
 
     wrapped = hydra_main(version_base=VERSION_BASE, config_path=str(conf_dir().resolve()), config_name=entry)(job)
     saved, sys.argv = sys.argv, [sys.argv[0], *argv]
@@ -101,8 +104,9 @@ def dispatch(entry: str, argv: Sequence[str], task: Callable[[Tree, list[str]], 
         sys.argv = saved
 
 
-def _check_sweep(entry: str, sweep: list[list[str]]) -> None:
+def _check_sweep(entry: str, sweep: list[list[str]]) -> list[Job]:
     lines: dict[str, None] = {}  # the same problem in many jobs is told once
+    checked = []
     for overrides in sweep:
         try:
             tree = compose(entry, overrides)
@@ -114,8 +118,10 @@ def _check_sweep(entry: str, sweep: list[list[str]]) -> None:
                 "  trainer.devices: a sweep job with several devices re-runs the whole sweep in each of its processes; "
             )
             lines[text + "start each job by itself, without -m"] = None
+        checked.append((tree, overrides))
     if lines:
         raise ConfigError("\n".join([f"{len(lines)} problem(s) in the configuration of the sweep:", *lines]))
+    return checked
 
 
 def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:

@@ -104,7 +104,7 @@ class Synthetic(Data):
 
 @dataclass
 class Features:
-    mode: Literal["auto", "memory", "disk", "live"]
+    mode: Literal["auto", "memory", "disk", "live", "stream"]
     root: str
     dtype: Literal["fp32", "fp16", "int8"]
 
@@ -201,6 +201,7 @@ class TrainConfig(Common):
     ema: Ema
     selection: Selection
     test: bool
+    together: bool
 
 
 @dataclass

@@ -22,7 +22,7 @@ from noctowl.errors import DataError
 from noctowl.model import ImageFeatures, OwlDetector
 from noctowl.text import Policy, tokenize
 
-Mode = Literal["auto", "memory", "disk", "live"]
+Mode = Literal["auto", "memory", "disk", "live", "stream"]
 
 
 class TextBank:
@@ -186,6 +186,8 @@ def choose_mode(mode: Mode, *, memory_bytes: int, disk: Callable[[], tuple[int, 
         return "memory", f"features are computed once and kept in memory ({memory})"
     if mode == "live":
         return "live", "features are computed anew in every epoch"
+    if mode == "stream":
+        return "stream", "features are computed once per epoch for all heads of a sweep, and not kept"
     needed, room = disk()
     amounts = f"{memory}; {needed / 1e9:.2f} GB to write, {room / 1e9:.1f} GB are free"
     if mode == "auto" and needed > 0.9 * room:

@@ -10,6 +10,7 @@ Precision: the two towers may run under autocast; what follows them (token mergi
 head, similarities) is fp32 always. Weights are kept in fp32.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -242,6 +243,21 @@ class OwlDetector(nn.Module):
         """Exactly dense0 gets requires_grad."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in TRAINABLE)
+
+    def fork(self) -> "OwlDetector":
+        """A detector with a class head of its own on the same frozen towers: several heads, one copy of the rest."""
+        model = copy.copy(self.model)
+        model._modules = {**self.model._modules, "class_head": copy.deepcopy(self.model.class_head)}
+        fork = OwlDetector(
+            model,
+            tokenizer=self.tokenizer,
+            image_processor=self.image_processor,
+            base_id=self.base_id,
+            revision=self.revision,
+        )
+        fork.teacher = self.teacher
+        fork._base_sha256 = self._base_sha256
+        return fork
 
     @torch.no_grad()
     def reset_head(self) -> None:

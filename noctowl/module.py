@@ -104,30 +104,38 @@ class NoctOWL(pl.LightningModule):
             )
         return terms, int(positive.sum())
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Loss of one batch, scaled so that an incomplete last accumulation window is a mean over what it holds.
+    def report(self, values: Mapping[str, Any], **options: Any) -> None:
+        """Log figures. A module that trains several heads puts its own way in this one's place."""
+        self.log_dict(dict(values), **options)
 
-        Lightning divides every loss by the number of accumulated batches, also in a window that has fewer.
+    def scaled_loss(self, batch: Batch, batch_idx: int, *, accumulate: int, n_batches: int) -> Tensor:
+        """Loss of one batch, logged, and scaled so that an incomplete last window is a mean over what it holds.
+
+        Every loss is divided by `accumulate` afterwards, also in a window that has fewer batches.
         """
         terms, n_positive = self.losses(batch)
         values = {f"train/{name}": value for name, value in terms.as_dict().items()}
         values["train/positives"] = torch.tensor(n_positive / len(batch))
-        self.log_dict(values, on_step=True, on_epoch=True, batch_size=len(batch), sync_dist=True)
-        accumulate = self.trainer.accumulate_grad_batches
-        window = min(accumulate, int(self.trainer.num_training_batches) - batch_idx // accumulate * accumulate)
+        self.report(values, on_step=True, on_epoch=True, batch_size=len(batch), sync_dist=True)
+        window = min(accumulate, n_batches - batch_idx // accumulate * accumulate)
         return terms.total * (accumulate / window)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """One batch of the one head; Lightning divides by the number of accumulated batches."""
+        accumulate, n_batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
+        return self.scaled_loss(batch, batch_idx, accumulate=accumulate, n_batches=n_batches)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Logs the gradient's norm over the trainable layer, and the rate."""
         gradients = [p.grad.float() for p in self.detector.head.dense0.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))
-        self.log_dict({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]}, on_step=True)
+        self.report({"train/grad_norm": norm, "train/lr": optimizer.param_groups[0]["lr"]}, on_step=True)
 
     # Optimiser
 
-    def configure_optimizers(self) -> Any:
-        """timm's optimiser over the trainable layer, and timm's schedule stepped per update."""
-        chosen = self.optimizer_settings
+    def make_optimizer(self, *, epochs: int, updates_per_epoch: int) -> tuple[torch.optim.Optimizer, Scheduler | None]:
+        """timm's optimiser over the trainable layer, and timm's schedule; None for a constant rate."""
+        chosen, schedule = self.optimizer_settings, self.schedule_settings
         optimizer = create_optimizer_v2(
             self.detector.head.dense0,
             opt=chosen["name"],
@@ -135,24 +143,32 @@ class NoctOWL(pl.LightningModule):
             weight_decay=chosen["weight_decay"],
             filter_bias_and_bn=not chosen["decay_bias"],
         )
-        schedule = self.schedule_settings
         if schedule["name"] == "constant" and not schedule["warmup_epochs"]:
-            return optimizer
-        epochs = int(self.trainer.max_epochs or 1)
-        updates = -(-int(self.trainer.estimated_stepping_batches) // epochs)
-        shape = {"sched": "cosine"} if schedule["name"] == "cosine" else {"sched": "step", "decay_rate": 1.0}
+            return optimizer, None
+        shape: dict[str, Any] = {"sched": "step", "decay_rate": 1.0}  # a constant rate behind the warm-up
+        if schedule["name"] == "cosine":
+            shape = {"sched": "cosine"}
         scheduler, _ = create_scheduler_v2(
             optimizer,
-            num_epochs=int(epochs or 1) - schedule["warmup_epochs"],  # the warm-up comes before the cosine
+            num_epochs=epochs - schedule["warmup_epochs"],  # the warm-up comes before the cosine
             decay_epochs=epochs,
             min_lr=schedule["min_lr"],
             warmup_epochs=schedule["warmup_epochs"],
             warmup_lr=chosen["lr"] / 100,
             warmup_prefix=True,
             step_on_epochs=False,
-            updates_per_epoch=updates,
+            updates_per_epoch=updates_per_epoch,
             **shape,
         )
+        return optimizer, scheduler
+
+    def configure_optimizers(self) -> Any:
+        """For Lightning: the schedule is stepped per update."""
+        epochs = int(self.trainer.max_epochs or 1)
+        updates = -(-int(self.trainer.estimated_stepping_batches) // epochs)
+        optimizer, scheduler = self.make_optimizer(epochs=epochs, updates_per_epoch=updates)
+        if scheduler is None:
+            return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:

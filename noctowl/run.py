@@ -8,12 +8,14 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import transformers
+from pytorch_lightning.loggers import Logger
 from rich.logging import RichHandler
 
 from noctowl import compose, runfolder, training
@@ -37,14 +39,13 @@ from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_annotations, find_benchmarks, find_file
 from noctowl.errors import DataError, NoctowlError
 from noctowl.eval.lvis import read_lvis
-from noctowl.eval.outcome import Outcome, load_lengths, save_lengths
-from noctowl.eval.suite import Suite, score_all
+from noctowl.eval.outcome import Outcome, load_lengths
+from noctowl.eval.suite import score_all
 from noctowl.export import export, load_head
 from noctowl.features import TextBank
-from noctowl.hashing import state_sha256
-from noctowl.model import OwlDetector
 from noctowl.module import NoctOWL
-from noctowl.tables import print_results
+from noctowl.outputs import finish, provenance_of, write_results
+from noctowl.together import ForHead, SplitLogger, Together
 
 Tree = dict[str, Any]
 log = logging.getLogger("noctowl")
@@ -70,22 +71,55 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
     failed: list[str] = []
     preparation = Preparation()
 
-    def task(tree: Tree, overrides: list[str]) -> None:
-        try:
-            if entry == "train":
-                train(tree, overrides=overrides, preparation=preparation)
-            else:
-                evaluate(tree, overrides=overrides)
-        except NoctowlError as error:  # the other jobs of a sweep go on
-            failed.append(str(error))
-            print(f"error: {error}", file=sys.stderr)
+    def task(sweep: list[compose.Job]) -> None:
+        """The other jobs of a sweep go on when one fails."""
+        groups = _groups(sweep) if entry == "train" else [[job] for job in sweep]
+        for group in groups:
+            try:
+                if entry == "evaluate":
+                    evaluate(group[0][0], overrides=group[0][1])
+                elif len(group) == 1:
+                    train(group[0][0], overrides=group[0][1], preparation=preparation)
+                else:
+                    failed.extend(train_together(group, preparation=preparation)[1])
+            except NoctowlError as error:
+                failed.append(str(error))
 
     try:
         compose.dispatch(entry, sys.argv[1:] if argv is None else argv, task)
     except NoctowlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        failed.append(str(error))
+    for message in failed:
+        print(f"error: {message}", file=sys.stderr)
     return 2 if failed else 0
+
+
+def _groups(sweep: list[compose.Job]) -> list[list[compose.Job]]:
+    """Jobs that see the same batches in the same order are trained together (`together=false` keeps them apart)."""
+    groups: dict[str, list[compose.Job]] = {}
+    for number, (tree, overrides) in enumerate(sweep):
+        key = Preparation.key(tree) + str(tree["seed"])
+        apart = not tree["together"] or tree["run_dir"] is not None
+        groups.setdefault(f"{number}" if apart else key, []).append((tree, overrides))
+    return list(groups.values())
+
+
+@dataclass
+class Job:
+    """A run that has begun: its folder, what it needs, what it trains."""
+
+    tree: Tree
+    folder: Path
+    ready: Prepared
+    module: NoctOWL
+    selection: Selection
+    ema: HeadEma | None
+    loggers: list[Logger]
+
+    @property
+    def callbacks(self) -> list[pl.Callback]:
+        """The average is updated before it is evaluated."""
+        return [self.selection] if self.ema is None else [self.ema, self.selection]
 
 
 def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation | None = None) -> Tree:
@@ -97,23 +131,67 @@ def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation
     folder = runfolder.create_run_folder(tree["output_dir"], tree["name"], tree["run_dir"])
     os.environ[runfolder.RUN_DIR_VARIABLE] = str(folder)
     try:
-        return _train(tree, folder, list(overrides), preparation or Preparation())
+        if runfolder.process_rank() == 0:
+            runfolder.write_settings(folder, tree, list(overrides))
+        ready = (preparation or Preparation())(tree)
+        log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.frozen.reason)
+        job = _begin(tree, folder, ready)
+        lightning = training.fit(
+            job.module,
+            ready.data,
+            folder=folder,
+            loggers=job.loggers,
+            trainer=tree["trainer"],
+            seed=tree["seed"],
+            callbacks=job.callbacks,
+        )
+        return _complete(job, lightning.global_step)
     finally:
         os.environ.pop(runfolder.RUN_DIR_VARIABLE, None)
         training.finish_wandb()
 
 
-def _train(tree: Tree, folder: Path, overrides: list[str], preparation: Preparation) -> Tree:
-    first = runfolder.process_rank() == 0
-    if first:
-        runfolder.write_settings(folder, tree, overrides)
-    ready = preparation(tree)
-    detector = ready.detector
-    log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.frozen.reason)
+def train_together(sweep: Sequence[compose.Job], *, preparation: Preparation) -> tuple[list[Tree], list[str]]:
+    """Train the heads of several jobs on one reading of the data; each gets its own run folder and results.
+
+    Returns the results of those that succeeded and the errors of those that did not.
+    """
+    first = sweep[0][0]
+    pl.seed_everything(first["seed"], workers=True, verbose=False)
+    ready = preparation(first)
+    log.info(
+        "training %s heads together: %s vocabularies, %s", len(sweep), len(ready.data.dataset), ready.frozen.reason
+    )
+    jobs = []
+    for tree, overrides in sweep:
+        folder = runfolder.create_run_folder(tree["output_dir"], tree["name"])
+        runfolder.write_settings(folder, tree, list(overrides))
+        jobs.append(_begin(tree, folder, replace(ready, detector=ready.detector.fork())))
+    module = Together([job.module for job in jobs], accumulate=training.accumulation(first["trainer"]))
+    training.fit(
+        module,
+        ready.data,
+        folder=jobs[0].folder,
+        loggers=[SplitLogger([job.loggers for job in jobs])],
+        trainer=first["trainer"],
+        seed=first["seed"],
+        callbacks=[ForHead(callback, i) for i, job in enumerate(jobs) for callback in job.callbacks],
+    )
+    results, failed = [], [f"{jobs[i].folder}: {error}" for i, error in module.failed.items()]
+    for i, job in enumerate(jobs):
+        if i not in module.failed:
+            try:
+                results.append(_complete(job, module.updates))
+            except NoctowlError as error:
+                failed.append(f"{job.folder}: {error}")
+    training.finish_wandb()
+    return results, failed
+
+
+def _begin(tree: Tree, folder: Path, ready: Prepared) -> Job:
     ema = HeadEma(tree["ema"]["decay"]) if tree["ema"]["decay"] is not None else None
-    selection = _selection(tree, ready, folder, ema)
     module = NoctOWL(
-        detector=detector,
+        detector=ready.detector,
         loss=tree["loss"],
         distill=tree["distill"],
         optimizer=tree["optimizer"],
@@ -122,39 +200,35 @@ def _train(tree: Tree, folder: Path, overrides: list[str], preparation: Preparat
         compat=tree["compat"] != "clean",
     )
     loggers = training.make_loggers(folder, tree["logger"], name=f"{tree['name']}/{folder.name}", config=tree)
-    lightning = training.fit(
-        module,
-        ready.data,
-        folder=folder,
-        loggers=loggers,
-        trainer=tree["trainer"],
-        seed=tree["seed"],
-        selection=selection,
-        ema=ema,
-    )
+    return Job(tree, folder, ready, module, _selection(tree, ready, folder, ema), ema, loggers)
+
+
+def _complete(job: Job, steps: int) -> Tree:
+    """The selected head back in the detector, tested, exported."""
+    tree, folder, ready, selection = job.tree, job.folder, job.ready, job.selection
     if not selection.path.is_file():
         raise DataError(
             f"{selection.path}: no epoch was kept, since none had a validation mAP above 0 (compat=published starts "
             "there). Use compat=training, or look at metrics.csv."
         )
-    load_head(detector.to(ready.device), selection.path)
-    names = "\n".join(ready.names)
+    load_head(ready.detector.to(ready.device), selection.path)
     facts = {
         "training": ready.data.counts,
         "selection": {"epoch": selection.best_epoch, "metric": selection.metric, "history": selection.history},
-        "steps": lightning.global_step,
+        "steps": steps,
         "features": ready.frozen.reason,
         "coarse_names": {
             "source": tree["data"]["coarse_names"],
             "count": len(ready.names),
-            "sha256": hashlib.sha256(names.encode()).hexdigest(),
+            "sha256": hashlib.sha256("\n".join(ready.names).encode()).hexdigest(),
         },
     }
+    first = runfolder.process_rank() == 0
     results = _test(tree, ready, folder, facts, write=first)
     if first:
-        export(detector, folder / "export", provenance=results["provenance"])
-        for logger in loggers[1:]:  # metrics.csv stays the record of the training; results.json has these
-            logger.log_metrics({f"test/{k}": v for k, v in results["metrics"].items()}, step=lightning.global_step)
+        export(ready.detector, folder / "export", provenance=results["provenance"])
+        for logger in job.loggers[1:]:  # metrics.csv stays the record of the training; results.json has these
+            logger.log_metrics({f"test/{k}": v for k, v in results["metrics"].items()}, step=steps)
             logger.finalize("success")
         print(f"results: {folder / 'results.json'}")
     return {**results, "folder": str(folder)}
@@ -245,47 +319,3 @@ def _rescore(tree: Tree, folder: Path) -> Tree:
     results = write_results(tree, folder, scored, runfolder.provenance(predictions=str(source)), {}, outcome.counters)
     print(f"results: {folder / 'results.json'}")
     return {**results, "folder": str(folder)}
-
-
-def provenance_of(tree: Tree, detector: OwlDetector, suite: Suite, bank: TextBank) -> Tree:
-    """Versions, hashes and processor settings of a result."""
-    return runfolder.provenance(
-        base=detector.base_id,
-        base_revision=detector.revision,
-        base_sha256=detector.content_hash(),
-        head_sha256=state_sha256(detector.trainable_state()),
-        processor=suite.images.preprocessor.settings(),
-        annotations={
-            n: {"file": b.annotations.path.name, "sha256": b.annotations.sha256} for n, b in suite.benchmarks.items()
-        },
-        text={"policy": bank.policy, "captions_encoded": bank.forwards, "over_limit": bank.n_over},
-    )
-
-
-def finish(
-    tree: Tree, folder: Path, suite: Suite, outcome: Outcome, provenance: Tree, facts: Tree, *, write: bool
-) -> Tree:
-    """Save predictions and score them. Only the first process writes."""
-    scored = suite.score(outcome, conventions_of(tree))
-    if not write:
-        return scored
-    outcome.save(folder / "predictions")
-    save_lengths(folder / "predictions", suite.lengths)
-    return write_results(tree, folder, scored, provenance, facts, outcome.counters)
-
-
-def write_results(
-    tree: Tree, folder: Path, scored: Tree, provenance: Tree, facts: Tree, counters: Mapping[str, int]
-) -> Tree:
-    """results.json, ranks.json and the table on the screen."""
-    results = {
-        "version": runfolder.RESULTS_VERSION,
-        "metrics": scored["metrics"],
-        "settings": {**conventions_of(tree), "compat": tree["compat"], "seed": tree["seed"], "data": tree["data"]},
-        "counts": {**scored["counts"], **facts, "forwards": dict(counters)},
-        "provenance": provenance,
-    }
-    runfolder.write_json(folder / "results.json", results)
-    runfolder.write_json(folder / "predictions" / "ranks.json", scored["ranks"])
-    print_results(results)
-    return results

@@ -6,7 +6,7 @@
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
 from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
 
-from noctowl.callbacks import DataWait, HeadEma, Selection
+from noctowl.callbacks import DataWait
 from noctowl.data.datamodule import DataModule, TrainingSet
 from noctowl.data.fgovd import Short, processable, read_fgovd
 from noctowl.errors import DataError
@@ -170,7 +170,7 @@ def frozen_features(
 
     exact = replace(shelf.spec, dtype="fp32").bytes_per_image
     mode, reason = choose_mode(mode, memory_bytes=len(images) * exact, disk=disk)
-    if mode == "live":
+    if mode in ("live", "stream"):
         return Frozen(None, reason)
     if mode == "memory":
         return Frozen(store(detector, images, **work), reason, encoded=len(images))
@@ -179,41 +179,39 @@ def frozen_features(
 
 
 def fit(
-    module: NoctOWL,
+    module: pl.LightningModule,
     data: TrainingData,
     *,
     folder: Path,
     loggers: list[Logger],
     trainer: Mapping[str, Any],
     seed: int,
-    selection: Selection,
-    ema: HeadEma | None,
+    callbacks: Sequence[pl.Callback],
 ) -> pl.Trainer:
-    """Train; afterwards the detector holds the selected head.
+    """Train one head (`NoctOWL`) or several at once (`Together`, which accumulates by itself and keeps no last.ckpt).
 
     Args:
         trainer: accelerator, devices, strategy, precision, batch_size, effective_batch_size, max_epochs, num_workers,
             log_every_n_steps, limit_train_batches, progress.
-        selection: keeps the best head while training.
     """
-    per_step = trainer["batch_size"] * trainer["devices"]
-    callbacks: list[pl.Callback] = [DataWait()]
-    callbacks += [ema] if ema is not None else []
-    callbacks += [selection, ModelCheckpoint(dirpath=folder / "checkpoints", filename="last", save_top_k=1)]
-    callbacks += [RichProgressBar()] if trainer["progress"] else []
+    single = isinstance(module, NoctOWL)
+    every: list[pl.Callback] = [DataWait(), *callbacks]
+    every += [ModelCheckpoint(dirpath=folder / "checkpoints", filename="last", save_top_k=1)] if single else []
+    every += [RichProgressBar()] if trainer["progress"] else []
     lightning = pl.Trainer(
         accelerator=trainer["accelerator"],
         devices=trainer["devices"],
         strategy=trainer["strategy"],
         precision=trainer["precision"],
         max_epochs=trainer["max_epochs"],
-        accumulate_grad_batches=trainer["effective_batch_size"] // per_step,
+        accumulate_grad_batches=accumulation(trainer) if single else 1,
         log_every_n_steps=trainer["log_every_n_steps"],
         limit_train_batches=trainer["limit_train_batches"],
         enable_progress_bar=trainer["progress"],
+        enable_checkpointing=single,
         enable_model_summary=False,
         logger=loggers,
-        callbacks=callbacks,
+        callbacks=every,
         default_root_dir=str(folder),
     )
     datamodule = DataModule(
@@ -221,3 +219,8 @@ def fit(
     )
     lightning.fit(module, datamodule=datamodule)
     return lightning
+
+
+def accumulation(trainer: Mapping[str, Any]) -> int:
+    """Batches per optimiser step."""
+    return int(trainer["effective_batch_size"] // (trainer["batch_size"] * trainer["devices"]))
