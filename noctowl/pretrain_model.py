@@ -123,7 +123,7 @@ def save_stage(model: Pretrainee, path: Path, cpu_seconds: float) -> None:
 
 
 def load_stage(path: Path, seed: int) -> tuple[Pretrainee, float]:
-    """What `save_stage` wrote: the model, frozen, and its CPU seconds. Raises RuntimeError if shapes or names differ."""
+    """What `save_stage` wrote: the frozen model and its CPU seconds. Raises RuntimeError if names or shapes differ."""
     model = build(seed)
     model.load_state_dict(load_file(path))
     with safe_open(path, framework="pt") as file:

@@ -247,7 +247,7 @@ def test_its_figures_are_in_the_declared_range(provenance):
     figures = provenance["figures"]["validation"]
     assert figures["coarse"] >= 0.55
     assert 0.2 <= figures["hard_rank1"] <= 0.4
-    assert provenance["projection_validation_rank1"] >= 0.9
+    assert provenance["projection_validation_rank1"] >= 0.8  # how much of the attributes is in the tokens
     test = provenance["figures"]["test"]
     assert test["hard"] < test["medium"] < test["easy"] < test["trivial"]
 
@@ -268,4 +268,6 @@ def test_auto_classes_load_it_offline(monkeypatch):
 def test_the_card_says_what_the_provenance_says(provenance):
     card = (TINY / "README.md").read_text()
     assert f"{provenance['figures']['test']['coarse']:.3f}" in card
-    assert card.count("\n| 0 |") == card.count("\n| 1 |") == 1
+    assert card.count("\n| 0 |") == 1
+    for entry in provenance["tried"]:
+        assert f"{entry['weight']} -> {entry['validation_rank1']:.3f}" in card
