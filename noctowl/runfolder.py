@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
+from torch import distributed
 
 from noctowl.errors import ConfigError, DataError
 
@@ -36,7 +37,12 @@ RESULTS_VERSION = 1
 
 
 def process_rank() -> int:
-    """Rank of this process in whatever launched it; 0 when nothing did."""
+    """Rank of this process in its process group, or else in whatever launched it; 0 when nothing did.
+
+    The group comes first: accelerate sets RANK=0 in processes that Lightning started with LOCAL_RANK alone.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
     for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
