@@ -110,13 +110,74 @@ def score_boxes(
     thresholds: "float32" takes those of torchmetrics (torch.linspace in float32): it moves AP's fourth digit.
     Raises DataError for arrays of unequal length, non-finite boxes and NaN scores.
     """
+    iou, recall_at = _thresholds(thresholds)
+    p = prepare(
+        detections=detections,
+        ground_truth=ground_truth,
+        federated=federated,
+        max_detections=max_detections[-1],
+        max_per_image=max_per_image,
+    )
+    n_class, n_image = len(p.classes), len(p.images)
+    ignored = ~_in_area(p.area) | p.crowd  # [A, G]
+    ap = np.full((len(AREAS), len(iou), n_class), np.nan)
+    recall = np.full((len(max_detections), *ap.shape), np.nan)
+    for first, last in _class_blocks(p.det_pair, p.gt_pair, n_class, n_image):
+        pairs = np.array([first, last]) * n_image
+        d, g = (slice(*np.searchsorted(pair, pairs)) for pair in (p.det_pair, p.gt_pair))
+        hit = _match(p.det_pair[d], p.gt_pair[g], p.det_boxes[d], p.gt_boxes[g], ignored[:, g], p.crowd[g], iou)
+        ap[..., first:last], recall[..., first:last] = _accumulate(
+            hit=hit,
+            counts_unmatched=_in_area(p.det_boxes[d, 2] * p.det_boxes[d, 3]) & ~p.exempt[d],
+            det_class=p.det_pair[d] // max(n_image, 1) - first,
+            scores=p.scores[d],
+            rank=p.rank[d],
+            objects=np.stack(
+                [np.bincount(p.gt_pair[g][~i] // n_image - first, minlength=last - first) for i in ignored[:, g]]
+            ),
+            limits=max_detections,
+            recall_at=recall_at,
+        )
+    return BoxScores(classes=p.classes, iou=iou, limits=tuple(max_detections), ap=ap, recall=recall)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Detections and objects that can meet, in the order in which they are matched.
+
+    A pair is the class-major code class * images + image: sorted by it, a class is one slice, a pair a slice of that.
+    """
+
+    classes: Int[ndarray, "K"]  # sorted ids of the classes that have ground truth
+    images: Int[ndarray, "I"]  # sorted ids
+    det_pair: Int[ndarray, "D"]  # ascending; inside a pair by falling score, ties in their first order
+    rank: Int[ndarray, "D"]  # place inside its pair
+    exempt: Bool[ndarray, "D"]  # LVIS: unmatched is no false positive
+    det_boxes: Float[ndarray, "D 4"]  # xywh
+    scores: Float[ndarray, "D"]
+    gt_pair: Int[ndarray, "G"]  # ascending
+    gt_boxes: Float[ndarray, "G 4"]  # xywh
+    area: Float[ndarray, "G"]
+    crowd: Bool[ndarray, "G"]
+
+
+def prepare(
+    *,
+    detections: Detections,
+    ground_truth: GroundTruth,
+    federated: Federated | None = None,
+    max_detections: int,
+    max_per_image: int | None = None,
+    images: Int[ndarray, "I"] | None = None,
+) -> Prepared:
+    """What is left to match after the cut of each image, the federated rules and the cut of each image and class.
+
+    `images`: sorted ids that hold all others; None takes those that occur. Raises DataError as `score_boxes` does.
+    """
     det, gt = detections, ground_truth
     _check("detections", det.image, det.label, det.boxes, det.scores)
     _check("ground truth", gt.image, gt.label, gt.boxes, gt.area)
-    iou, recall_at = _thresholds(thresholds)
     classes, gt_class = np.unique(gt.label, return_inverse=True)
-    images, gt_image = np.unique(gt.image, return_inverse=True)
-
     keep = np.arange(len(det.scores))
     if max_per_image is not None:
         keep = _best_of_each(det.image, det.scores, max_per_image)
@@ -124,49 +185,35 @@ def score_boxes(
     known = np.append(classes, 0)[det_class] == det.label[keep]
     known &= det_class < len(classes)
     keep, det_class = keep[known], det_class[known]
-    if len(keep) and not np.isin(det.image[keep], images).all():
-        images = np.union1d(images, det.image[keep])
-        gt_image = np.searchsorted(images, gt.image)
-    # pair = class-major code of (class, image): sorted by it, a class is one slice and a pair a slice of that
+    if images is None:
+        images = np.union1d(gt.image, det.image[keep])
     det_pair = det_class * len(images) + np.searchsorted(images, det.image[keep])
-    gt_pair = gt_class * len(images) + gt_image
-    exempt = np.zeros(len(keep), dtype=bool)  # LVIS: unmatched is no false positive
+    gt_pair = gt_class * len(images) + np.searchsorted(images, gt.image)
+    exempt = np.zeros(len(keep), dtype=bool)
     if federated is not None:
-        judged = np.append(_pairs(federated.negative, classes, images), gt_pair)
+        judged = np.isin(det_pair, np.append(_pairs(federated.negative, classes, images), gt_pair))
+        keep, det_pair = keep[judged], det_pair[judged]
         exempt = np.isin(det_pair, _pairs(federated.not_exhaustive, classes, images))
-        judged_mask = np.isin(det_pair, judged)
-        keep, det_pair, exempt = keep[judged_mask], det_pair[judged_mask], exempt[judged_mask]
 
     order = np.lexsort((-det.scores[keep], det_pair))  # stable: tied scores keep their order
     rank = _position(det_pair[order])
-    order, rank = order[rank < max_detections[-1]], rank[rank < max_detections[-1]]
-    det_pair, exempt, keep = det_pair[order], exempt[order], keep[order]
+    order, rank = order[rank < max_detections], rank[rank < max_detections]
+    keep = keep[order]
     gt_order = np.argsort(gt_pair, kind="stable")
-    gt_pair = gt_pair[gt_order]
-    crowd = np.zeros(len(gt_pair), dtype=bool) if gt.crowd is None else gt.crowd[gt_order].astype(bool)
-    ignored = ~_in_area(gt.area[gt_order]) | crowd  # [A, G]
-
-    ap = np.full((len(AREAS), len(iou), len(classes)), np.nan)
-    recall = np.full((len(max_detections), *ap.shape), np.nan)
-    det_boxes, gt_boxes = _xywh(det.boxes[keep]), _xywh(gt.boxes[gt_order])
-    scores = det.scores[keep]
-    for first, last in _class_blocks(det_pair, gt_pair, len(classes), len(images)):
-        pairs = np.array([first, last]) * len(images)
-        d, g = (slice(*np.searchsorted(p, pairs)) for p in (det_pair, gt_pair))
-        hit = _match(det_pair[d], gt_pair[g], det_boxes[d], gt_boxes[g], ignored[:, g], crowd[g], iou)
-        ap[..., first:last], recall[..., first:last] = _accumulate(
-            hit=hit,
-            counts_unmatched=_in_area(det_boxes[d, 2] * det_boxes[d, 3]) & ~exempt[d],
-            det_class=det_pair[d] // max(len(images), 1) - first,
-            scores=scores[d],
-            rank=rank[d],
-            objects=np.stack(
-                [np.bincount(gt_pair[g][~i] // len(images) - first, minlength=last - first) for i in ignored[:, g]]
-            ),
-            limits=max_detections,
-            recall_at=recall_at,
-        )
-    return BoxScores(classes=classes, iou=iou, limits=tuple(max_detections), ap=ap, recall=recall)
+    crowd = np.zeros(len(gt_pair), dtype=bool) if gt.crowd is None else gt.crowd.astype(bool)
+    return Prepared(
+        classes=classes,
+        images=images,
+        det_pair=det_pair[order],
+        rank=rank,
+        exempt=exempt[order],
+        det_boxes=_xywh(det.boxes[keep]),
+        scores=det.scores[keep],
+        gt_pair=gt_pair[gt_order],
+        gt_boxes=_xywh(gt.boxes[gt_order]),
+        area=gt.area[gt_order],
+        crowd=crowd[gt_order],
+    )
 
 
 def _thresholds(kind: Thresholds) -> tuple[Float[ndarray, "T"], Float[ndarray, "101"]]:

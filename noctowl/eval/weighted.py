@@ -45,39 +45,27 @@ def match(
     max_per_image: int | None = None,
 ) -> Matched:
     """Matches by the rules of `ap.score_boxes`, all sizes. `images`: sorted ids, the columns of the weights."""
-    det, gt = detections, ground_truth
-    iou = ap._thresholds("float64")[0]
-    classes, gt_class = np.unique(gt.label, return_inverse=True)
-    keep = np.arange(len(det.scores))
-    if max_per_image is not None:
-        keep = ap._best_of_each(det.image, det.scores, max_per_image)
-    keep = keep[np.isin(det.label[keep], classes)]
-    gt_pair = gt_class * len(images) + np.searchsorted(images, gt.image)
-    det_pair = np.searchsorted(classes, det.label[keep]) * len(images) + np.searchsorted(images, det.image[keep])
-    exempt = np.zeros(len(keep), dtype=bool)
-    if federated is not None:
-        judged = np.isin(det_pair, np.append(ap._pairs(federated.negative, classes, images), gt_pair))
-        keep, det_pair = keep[judged], det_pair[judged]
-        exempt = np.isin(det_pair, ap._pairs(federated.not_exhaustive, classes, images))
-    order = np.lexsort((-det.scores[keep], det_pair))
-    order = order[ap._position(det_pair[order]) < max_detections]
-    keep, det_pair, exempt = keep[order], det_pair[order], exempt[order]
-    gt_order = np.argsort(gt_pair, kind="stable")
-    gt_pair = gt_pair[gt_order]
-    crowd = np.zeros(len(gt_pair), dtype=bool) if gt.crowd is None else gt.crowd[gt_order].astype(bool)
-    boxes, truth = ap._xywh(det.boxes[keep]), ap._xywh(gt.boxes[gt_order])
-    status = ap._match(det_pair, gt_pair, boxes, truth, crowd[None], crowd, iou)[0]  # [T, D]
-    label = det_pair // max(len(images), 1)
-    order = np.lexsort((-det.scores[keep], label))
-    hit = status[:, order]
+    p = ap.prepare(
+        detections=detections,
+        ground_truth=ground_truth,
+        federated=federated,
+        max_detections=max_detections,
+        max_per_image=max_per_image,
+        images=images,
+    )
+    iou, n_image = ap._thresholds("float64")[0], max(len(images), 1)
+    status = ap._match(p.det_pair, p.gt_pair, p.det_boxes, p.gt_boxes, p.crowd[None], p.crowd, iou)[0]  # [T, D]
+    label = p.det_pair // n_image
+    order = np.lexsort((-p.scores, label))
+    hit, objects = status[:, order], p.gt_pair[~p.crowd]
     return Matched(
-        classes=classes,
+        classes=p.classes,
         label=label[order],
-        image=det_pair[order] % max(len(images), 1),
+        image=p.det_pair[order] % n_image,
         hit=hit == 1,
-        counted=np.where(hit == 0, ~exempt[order], hit == 1),
-        object_label=gt_pair[~crowd] // max(len(images), 1),
-        object_image=gt_pair[~crowd] % max(len(images), 1),
+        counted=np.where(hit == 0, ~p.exempt[order], hit == 1),
+        object_label=objects // n_image,
+        object_image=objects % n_image,
     )
 
 
