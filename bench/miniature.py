@@ -27,8 +27,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from noctowl.assembly import locate
-from noctowl.compose import compose
+from noctowl.assembly import Preparation, locate
+from noctowl.compose import Job, compose
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_benchmarks
 from noctowl.eval import blind
@@ -36,7 +36,7 @@ from noctowl.eval.controls import summarise, text_controls
 from noctowl.eval.predictions import Predictions
 from noctowl.pictures import contact_sheet, panel, samples
 from noctowl.plots import Point, tradeoff
-from noctowl.run import evaluate, train
+from noctowl.run import evaluate, train_together
 
 FINE, COARSE, RARE = "fgovd/hard/n5/map", "lvis/ap", "lvis/ap_rare"
 COLUMNS = {
@@ -55,16 +55,17 @@ SWEEP = [(loss, distill) for loss in ("triplet", "cross_entropy") for distill in
 Run = dict[str, Any]
 
 
-def trained(out: Path, overrides: Sequence[str], *, test: bool) -> Run:
-    """One training run in this process."""
+def job(out: Path, *overrides: str, test: bool) -> Job:
+    """A training run as a configuration."""
     words = [f"output_dir={out}", "trainer=cpu", "trainer.progress=false", f"test={str(test).lower()}", *overrides]
-    return train(compose("train", words), overrides=words)
+    return compose("train", words), words
 
 
-def pretrained(out: Path) -> Run:
-    """The head as it came, on the test files."""
-    words = [f"output_dir={out}", "trainer=cpu", "name=pretrained"]
-    return evaluate(compose("evaluate", words), overrides=words)
+def tested(out: Path, preparation: Preparation, name: str, checkpoint: str | None) -> Run:
+    """A head on the test files: a run's selected one, or (None) the pretrained one."""
+    words = [f"output_dir={out}", "trainer=cpu", f"name={name}"]
+    words += [f"checkpoint={checkpoint}"] if checkpoint else []
+    return evaluate(compose("evaluate", words), overrides=words, preparation=preparation)
 
 
 def validation(run: Run) -> tuple[float, float, float]:
@@ -81,12 +82,6 @@ def choose(runs: dict[str, Run]) -> str:
     if keeps:
         return max(keeps, key=keeps.__getitem__)
     return max(figures, key=lambda name: figures[name][1])
-
-
-def tested(run: Run, out: Path) -> Run:
-    """The selected head of a run on the test files."""
-    words = [f"output_dir={out}", "trainer=cpu", "name=test", f"checkpoint={run['folder']}"]
-    return evaluate(compose("evaluate", words), overrides=words)
 
 
 def table(rows: dict[str, list[Run]]) -> Table:
@@ -153,31 +148,41 @@ def pictures(run: Run, path: Path, count: int = 6) -> Path:
 
 def quick(out: Path) -> dict[str, Any]:
     """Three heads, a plot, pictures."""
-    plain = trained(out, ["name=plain", "distill=none"], test=True)
-    candidates = {
-        distill: trained(out, [f"name={distill}", f"distill={distill}"], test=False)
-        for distill in ("mse", "mse_x10", "mse_x100")
+    console, names = Console(), ("none", "mse", "mse_x10", "mse_x100")
+    jobs = [job(out, f"name={name}", f"distill={name}", test=False) for name in names]
+    runs, failed = train_together(jobs, preparation=Preparation())
+    if failed:
+        raise SystemExit("\n".join(failed))
+    trained = dict(zip(names, runs))
+    chosen = choose({name: run for name, run in trained.items() if name != "none"})
+    heads = {"pretrained": None, "plain triplet": trained["none"], f"triplet + {chosen}": trained[chosen]}
+    shared = Preparation()
+    rows = {
+        name: [tested(out, shared, f"test-{i}", run and run["folder"])] for i, (name, run) in enumerate(heads.items())
     }
-    chosen = choose(candidates)
-    distilled = tested(candidates[chosen], out)
-    rows = {"pretrained": [pretrained(out)], "plain triplet": [plain], f"triplet + {chosen}": [distilled]}
-    console = Console()
     console.print(table(rows))
     console.print(f"distillation weight chosen on validation: {chosen}")
     for name, control in controls().items():
         console.print(f"text only, {name}: {control}")
-    console.print(f"plot: {plot(rows, out / 'tradeoff.png')}\npictures: {pictures(distilled, out / 'pictures.png')}")
-    names = dict(zip(("pretrained", "plain", "distilled"), rows.values()))
+    last = list(rows.values())[-1][0]
+    console.print(f"plot: {plot(rows, out / 'tradeoff.png')}\npictures: {pictures(last, out / 'pictures.png')}")
     keys = {"hard": FINE, "coarse": COARSE, "rare": RARE}
-    return {name: {k: runs[0]["metrics"][key] for k, key in keys.items()} for name, runs in names.items()}
+    short = dict(zip(("pretrained", "plain", "distilled"), rows.values()))
+    return {name: {k: of[0]["metrics"][key] for k, key in keys.items()} for name, of in short.items()}
 
 
 def full(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
     """The sweep, RESULTS.md and docs/miniature.png."""
-    rows: dict[str, list[Run]] = {"pretrained": [pretrained(out)]}
-    for loss, distill in SWEEP:
-        words = [f"name={loss}-{distill}", f"loss={loss}", f"distill={distill}"]
-        rows[f"{loss.replace('_', '-')}, {distill}"] = [trained(out, [*words, f"seed={s}"], test=True) for s in seeds]
+    preparation = Preparation()
+    rows: dict[str, list[Run]] = {f"{loss.replace('_', '-')}, {distill}": [] for loss, distill in SWEEP}
+    for seed in seeds:
+        jobs = [job(out, f"name={a}-{b}", f"loss={a}", f"distill={b}", f"seed={seed}", test=True) for a, b in SWEEP]
+        runs, failed = train_together(jobs, preparation=preparation)
+        if failed:
+            raise SystemExit("\n".join(failed))
+        for row, run in zip(rows.values(), runs):
+            row.append(run)
+    rows = {"pretrained": [tested(out, Preparation(), "pretrained", None)], **rows}
     Console().print(table(rows))
     picture = plot(rows, Path(__file__).parents[1] / "docs" / "miniature.png")
     lines = [f"- {name}: {control}" for name, control in controls().items()]
@@ -191,9 +196,7 @@ def full(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
         + "\n".join(lines)
         + f"\n\n![trade-off](../docs/{picture.name})",
     )
-    return {
-        name: {k: cell([r["metrics"][key] for r in runs]) for k, key in COLUMNS.items()} for name, runs in rows.items()
-    }
+    return {name: {k: cell([r["metrics"][key] for r in of]) for k, key in COLUMNS.items()} for name, of in rows.items()}
 
 
 def main() -> int:

@@ -6,7 +6,7 @@
 import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,34 +101,71 @@ class Prepared:
     frozen: training.Frozen
 
 
+@dataclass
+class Evaluated:
+    """What evaluating a head of one base model on one set of benchmarks needs."""
+
+    detector: OwlDetector
+    device: torch.device
+    bank: TextBank
+    suite: Suite
+    frozen: training.Frozen
+
+
 class Preparation:
-    """Prepares runs; consecutive runs that differ in what trains only (loss, distillation, rate, seed) share it all.
+    """Prepares runs; consecutive runs that differ in their head only (loss, rate, seed, checkpoint) share it all.
 
     So a sweep in one process loads, reads and encodes once. Files are looked at when the first of such runs starts.
     """
 
-    SECTIONS = ("model", "data", "features", "benchmark", "trainer", "selection", "test")
+    SECTIONS = ("model", "data", "features", "benchmark", "trainer")
 
     def __init__(self) -> None:
         self._key = ""
-        self._ready: Prepared | None = None
+        self._ready: Any = None
 
     @classmethod
     def key(cls, tree: Tree) -> str:
-        """Equal for runs that can share a preparation."""
-        return json.dumps({section: tree[section] for section in cls.SECTIONS}, sort_keys=True)
+        """Equal for training runs that can share a preparation."""
+        sections = (*cls.SECTIONS, "selection", "test")
+        return json.dumps({section: tree[section] for section in sections}, sort_keys=True)
 
     def __call__(self, tree: Tree) -> Prepared:
-        """Everything for the run of `tree`, with the head as it was pretrained."""
-        key = self.key(tree)
+        """Everything for the training run of `tree`, with the head as it was pretrained."""
+        return self._share(self.key(tree), lambda: prepare(tree))
+
+    def evaluation(self, tree: Tree) -> Evaluated:
+        """Everything for the evaluation that `tree` describes, with the head that it names."""
+        folder = tree["checkpoint"] is not None and not is_run(tree["checkpoint"])
+        sections = {section: tree[section] for section in self.SECTIONS}
+        key = json.dumps([sections, tree["checkpoint"] if folder else None], sort_keys=True)
+        model = {**tree["model"], **EXPORTED, "source": tree["checkpoint"]} if folder else tree["model"]
+        ready: Evaluated = self._share(key, lambda: prepare_evaluation(tree, model))
+        if tree["checkpoint"] is not None and not folder:
+            load_head(ready.detector, head_of(tree["checkpoint"]))
+        return ready
+
+    def _share(self, key: str, make: Callable[[], Any]) -> Any:
         if self._ready is not None and key == self._key:
             self._ready.frozen.encoded = 0
         else:
             self._ready = None  # let go of the last one's memory first
-            self._ready, self._key = prepare(tree), key
+            self._ready, self._key = make(), key
         self._ready.detector.reset_head()
         self._ready.detector.to(self._ready.device)
         return self._ready
+
+
+def prepare_evaluation(tree: Tree, model: Mapping[str, Any]) -> Evaluated:
+    """Detector, benchmarks and features; "auto" keeps features where they fit into memory and writes nothing."""
+    device = pick_device(tree["trainer"]["accelerator"])
+    place = locate(tree["data"])
+    detector = load_detector(model).to(device)
+    bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
+    images = make_images(detector, place["images"], tree["model"]["pad_value"])
+    suite = benchmark_suite(tree, detector, place, bank, images)
+    frozen = features_of(tree, detector, images, device, keep=False)
+    return Evaluated(detector, device, bank, suite, frozen)
 
 
 def prepare(tree: Tree) -> Prepared:
@@ -167,12 +204,14 @@ def make_images(detector: OwlDetector, root: Path, pad_value: float) -> ImageSet
     return ImageSet(root, Preprocessor(detector.image_processor, frame=detector.frame, pad_value=pad_value))
 
 
-def features_of(tree: Tree, detector: OwlDetector, images: ImageSet, device: torch.device) -> training.Frozen:
-    """Image features as `features.mode` says."""
+def features_of(
+    tree: Tree, detector: OwlDetector, images: ImageSet, device: torch.device, *, keep: bool = True
+) -> training.Frozen:
+    """Image features as `features.mode` says; `keep=False`: "auto" never writes a store."""
     chosen = tree["features"]
     root = Path(chosen["root"]).expanduser()
-    work = work_of(tree, device)
-    return training.frozen_features(detector, images, mode=chosen["mode"], root=root, dtype=chosen["dtype"], work=work)
+    options: dict[str, Any] = {"mode": chosen["mode"], "root": root, "dtype": chosen["dtype"], "keep": keep}
+    return training.frozen_features(detector, images, work=work_of(tree, device), **options)
 
 
 def load_detector(model: Mapping[str, Any]) -> OwlDetector:
@@ -193,16 +232,27 @@ def load_detector(model: Mapping[str, Any]) -> OwlDetector:
     )
 
 
-def load_checkpoint(checkpoint: str | None, model: Mapping[str, Any]) -> OwlDetector:
-    """A run's selected head on its base, an exported folder, a hub model; None: the base as it is."""
-    if checkpoint is None:
-        return load_detector(model)
-    head = Path(checkpoint) / "checkpoints" / "best.safetensors"
-    if (Path(checkpoint) / "config.yaml").is_file():
-        detector = load_detector(model)
-        load_head(detector, head)
-        return detector
-    return load_detector({**model, "source": checkpoint, "weights": "pretrained", "revision": None})
+EXPORTED: dict[str, Any] = {"weights": "pretrained", "revision": None}  # a folder or hub id in the place of a base
+
+
+def is_run(checkpoint: str) -> bool:
+    """A run folder (its head belongs on the base in its config.yaml), not an exported folder or hub id."""
+    return (Path(checkpoint) / "config.yaml").is_file()
+
+
+def head_of(run: str) -> Path:
+    """The selected head of a run. Raises DataError if there is none."""
+    head = Path(run) / "checkpoints" / "best.safetensors"
+    if not head.is_file():
+        raise DataError(f"{head} is missing: the run has not kept an epoch yet, or it failed; see its metrics.csv")
+    return head
+
+
+def load_checkpoint(run: Path, model: Mapping[str, Any]) -> OwlDetector:
+    """A run's selected head on its base."""
+    detector = load_detector(model)
+    load_head(detector, head_of(str(run)))
+    return detector
 
 
 def work_of(tree: Tree, device: torch.device) -> Tree:

@@ -148,7 +148,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
     config = read_config(arguments.run_folder)
     provenance = read_results(arguments.run_folder / "results.json")["provenance"]
-    export(load_checkpoint(str(arguments.run_folder), config["model"]), arguments.out, provenance=provenance)
+    export(load_checkpoint(arguments.run_folder, config["model"]), arguments.out, provenance=provenance)
     print(f"exported: {arguments.out}")
     return 0
 

@@ -22,15 +22,9 @@ from noctowl import compose, runfolder, training
 from noctowl.assembly import (
     Preparation,
     Prepared,
-    benchmark_suite,
     conventions_of,
     data_root,
-    features_of,
     inherit,
-    load_checkpoint,
-    locate,
-    make_images,
-    pick_device,
     validation_figures,
     work_of,
 )
@@ -42,7 +36,6 @@ from noctowl.eval.lvis import read_lvis
 from noctowl.eval.outcome import Outcome, load_lengths
 from noctowl.eval.suite import score_all
 from noctowl.export import export, load_head
-from noctowl.features import TextBank
 from noctowl.module import NoctOWL
 from noctowl.outputs import finish, provenance_of, write_results
 from noctowl.together import ForHead, SplitLogger, Together
@@ -77,7 +70,7 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
         for group in groups:
             try:
                 if entry == "evaluate":
-                    evaluate(group[0][0], overrides=group[0][1])
+                    evaluate(group[0][0], overrides=group[0][1], preparation=preparation)
                 elif len(group) == 1:
                     train(group[0][0], overrides=group[0][1], preparation=preparation)
                 else:
@@ -267,8 +260,11 @@ def _test(tree: Tree, ready: Prepared, folder: Path, facts: Tree, *, write: bool
     return finish(tree, folder, ready.test, outcome, origin, facts, write=write)
 
 
-def evaluate(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
-    """Evaluate a run, an export, a hub model or saved predictions. Returns what results.json holds, and `folder`."""
+def evaluate(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation | None = None) -> Tree:
+    """Evaluate a run, an export, a hub model or saved predictions. Returns what results.json holds, and `folder`.
+
+    `preparation` is handed on by a sweep over heads of the same base: they share one pass over the images.
+    """
     tree = inherit(tree, overrides)
     pl.seed_everything(tree["seed"], workers=True, verbose=False)
     folder = runfolder.create_run_folder(tree["output_dir"], tree["name"], tree["run_dir"])
@@ -277,16 +273,12 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = ()) -> Tree:
         runfolder.write_settings(folder, tree, list(overrides))
     if tree["predictions"] is not None:
         return _rescore(tree, folder)
-    place = locate(tree["data"])
-    device = pick_device(tree["trainer"]["accelerator"])
-    detector = load_checkpoint(tree["checkpoint"], tree["model"]).to(device)
-    bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
-    images = make_images(detector, place["images"], tree["model"]["pad_value"])
-    suite = benchmark_suite(tree, detector, place, bank, images)
-    frozen = features_of(tree, detector, images, device) if tree["features"]["mode"] == "disk" else None
-    stored = frozen.stored if frozen else None  # one pass needs no store, unless later ones are to share it
-    outcome = suite.predict(detector, folder / "predictions", stored=stored, **work_of(tree, device))
-    results = finish(tree, folder, suite, outcome, provenance_of(tree, detector, suite, bank), {}, write=first)
+    ready = (preparation or Preparation()).evaluation(tree)
+    work = work_of(tree, ready.device)
+    outcome = ready.suite.predict(ready.detector, folder / "predictions", stored=ready.frozen.stored, **work)
+    outcome.counters["encoded_before"] = ready.frozen.encoded
+    origin = provenance_of(tree, ready.detector, ready.suite, ready.bank)
+    results = finish(tree, folder, ready.suite, outcome, origin, {}, write=first)
     if first:
         print(f"results: {folder / 'results.json'}")
     return {**results, "folder": str(folder)}

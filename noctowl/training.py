@@ -140,7 +140,7 @@ def finish_wandb() -> None:
 
 def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
     """Unit embeddings [K, D] of the prompts of coarse names."""
-    rows = bank.rows([class_prompt(name) for name in names])  # before `embeddings` is read: new names are added to it
+    rows = bank.prompt_rows([class_prompt(name) for name in names])  # before `embeddings` is read: new names are added to it
     return bank.embeddings[torch.from_numpy(rows)]
 
 
@@ -154,25 +154,35 @@ class Frozen:
 
 
 def frozen_features(
-    detector: OwlDetector, images: ImageSet, *, mode: Mode, root: Path, dtype: str, work: Mapping[str, Any]
+    detector: OwlDetector,
+    images: ImageSet,
+    *,
+    mode: Mode,
+    root: Path,
+    dtype: str,
+    work: Mapping[str, Any],
+    keep: bool = True,
 ) -> Frozen:
     """Features of all images of the set: in memory, in the store below `root`, or to be computed live.
 
-    `work`: batch_size, num_workers, device and autocast of `noctowl.features.encode`.
+    `work`: batch_size, num_workers, device and autocast of `noctowl.features.encode`. Without `keep`, "auto" does not
+    come to "disk".
     """
     shelf = FeatureStore.for_model(
         root, detector, images.preprocessor, dtype=dtype, device=work["device"], autocast=work["autocast"]
     )
 
     def disk() -> tuple[int, int]:
+        if mode == "auto" and not keep:
+            return 1, 0  # no room: this run is not to write a store
         room = shelf.room(images)
         return room.needed, room.free
 
     exact = replace(shelf.spec, dtype="fp32").bytes_per_image
-    mode, reason = choose_mode(mode, memory_bytes=len(images) * exact, disk=disk)
-    if mode in ("live", "stream"):
+    chosen, reason = choose_mode(mode, memory_bytes=len(images) * exact, disk=disk)
+    if chosen in ("live", "stream"):
         return Frozen(None, reason)
-    if mode == "memory":
+    if chosen == "memory":
         return Frozen(store(detector, images, **work), reason, encoded=len(images))
     report = build(shelf, detector, images, **work)
     return Frozen(shelf.reader(images), f"{reason}: {report.found} found, {report.encoded} encoded", report.encoded)
