@@ -220,8 +220,8 @@ def oracle_ranks(
 ) -> Int[ndarray, "A"]:
     """Ranks at the stored patch that fits each object best: recognition without localisation.
 
-    Stored are the best patches by score (`Predictions.top` at each N); the figure is that of the whole image where
-    `top` reaches the number of patches. An object without a stored patch has rank 1 + N.
+    Predictions hold the best patches by score and the best-fitting one of each object. An object without a stored
+    patch has rank 1 + N.
     """
     place = {key: v for v, key in enumerate(predictions.keys())}
     found = []

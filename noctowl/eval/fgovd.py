@@ -30,7 +30,7 @@ from torchvision.ops import nms
 from noctowl.data.fgovd import TOKEN_LIMIT, Short, processable
 from noctowl.data.records import Annotations
 from noctowl.errors import ConfigError, DataError
-from noctowl.eval.ap import Detections, GroundTruth, Thresholds, score_boxes
+from noctowl.eval.ap import BoxScores, Detections, GroundTruth, Thresholds, score_boxes
 from noctowl.eval.predictions import Predictions, TopDetections
 from noctowl.eval.ranks import mean_rank, median_rank, object_ranks
 
@@ -51,7 +51,8 @@ def score(
     recall_thresholds: Thresholds = "float64",
     published_median: bool = False,
 ) -> dict[str, Any]:
-    """-> {"metrics": {"n5/map": ..}, "counts": {"n5": {..}}, "ranks": {"n5": {annotation id: rank}}, "settings": {..}}.
+    """-> {"metrics": {"n5/map": ..}, "counts": {"n5": {..}}, "ranks": {"n5": {annotation id: rank}}, "settings": {..},
+    "cases": {"n5": `Scored`}}.
 
     lengths: tokens of each caption [K], start and end included; None switches the token rule off.
     short_vocabularies: those with fewer than N negatives are left out, or asked with what they have; in the latter an
@@ -70,6 +71,7 @@ def score(
     metrics: dict[str, float] = {}
     counts: dict[str, dict[str, int]] = {}
     ranks: dict[str, dict[int, int]] = {}
+    cases: dict[str, Scored] = {}
     for n in n_negatives:
         case = collect(
             annotations,
@@ -83,18 +85,13 @@ def score(
             top=top,
         )
         result = score_boxes(detections=case.detections, ground_truth=case.objects, thresholds=recall_thresholds)
-        rank = object_ranks(
-            object_boxes=annotations.object_boxes[case.inside],
-            object_group=np.searchsorted(np.flatnonzero(case.kept), annotations.object_vocab[case.inside]),
-            boxes=case.found.boxes,
-            offsets=case.found.offsets,
-            logits=predictions.logits[case.found.rows, : n + 1],
-        )
+        rank = object_ranks(**rank_inputs(annotations, predictions, case, n))
         figures: dict[str, float | None] = dict(result.summary())
         figures |= {"rank_mean": mean_rank(rank), "rank_median": median_rank(rank, published=published_median)}
         metrics |= {f"n{n}/{name}": value for name, value in figures.items() if value is not None}
         ranks[f"n{n}"] = dict(zip(annotations.object_ids[case.inside].tolist(), rank.tolist()))
         counts[f"n{n}"] = _counts(annotations, case, n, short_vocabularies)
+        cases[f"n{n}"] = Scored(case, result, rank)
     settings = {
         "token_limit": None if lengths is None else limit,
         "ground_truth": ground_truth,
@@ -104,7 +101,7 @@ def score(
         "recall_thresholds": recall_thresholds,
         "published_median": published_median,
     }
-    return {"metrics": metrics, "counts": counts, "ranks": ranks, "settings": settings}
+    return {"metrics": metrics, "counts": counts, "ranks": ranks, "settings": settings, "cases": cases}
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +114,26 @@ class Case:
     inside: Bool[ndarray, "A"]  # objects that take part
     scored: Bool[ndarray, "A"]  # objects that count in AP
     objects: GroundTruth  # these
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A case, its AP of every class, and the rank of each object that takes part."""
+
+    case: Case
+    boxes: BoxScores
+    ranks: Int[ndarray, "A_inside"]
+
+
+def rank_inputs(annotations: Annotations, predictions: Predictions, case: Case, n: int) -> dict[str, Any]:
+    """Keyword arguments of `ranks.object_ranks`: the objects that take part and their vocabularies' detections."""
+    return {
+        "object_boxes": annotations.object_boxes[case.inside],
+        "object_group": np.searchsorted(np.flatnonzero(case.kept), annotations.object_vocab[case.inside]),
+        "boxes": case.found.boxes,
+        "offsets": case.found.offsets,
+        "logits": predictions.logits[case.found.rows, : n + 1],
+    }
 
 
 def collect(
