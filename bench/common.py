@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import json
 import logging
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,10 +29,10 @@ from noctowl.data.images import Preprocessor
 from noctowl.features import ImageSet, TextBank, store
 from noctowl.model import OwlDetector
 from noctowl.module import NoctOWL
-from noctowl.text import class_prompt, clip_tokenizer, tokenize
+from noctowl.text import clip_tokenizer, tokenize
 
 CPU = torch.device("cpu")
-FGOVD_ITEMS, FGOVD_IMAGES = 18041, 15366  # training vocabularies and images of FG-OVD
+PER_IMAGE = 18041 / 15366  # items per image of FG-OVD's training set
 OPTIMIZER = {"name": "adamw", "lr": 3e-5, "weight_decay": 0.1, "decay_bias": True}
 LOSSES: dict[str, dict[str, Any]] = {
     "triplet": {"name": "triplet", "margin": 0.15, "weight": 1.0, "background_weight": 1.0, "gamma": 2.0},
@@ -115,10 +116,10 @@ class NoiseImages(ImageSet):
 
 def captions(count: int, seed: int = 0) -> list[str]:
     """Distinct captions in the style of FG-OVD, each within 16 tokens."""
-    colors = "red blue green yellow black white grey brown pink purple orange".split()
-    materials = "wooden metal plastic glass leather paper stone fabric rattan ceramic".split()
-    patterns = "plain striped dotted checkered floral banded woven".split()
-    things = "mug chair lamp bowl table shoe bottle basket hat pillow vase bench plate tray book box".split()
+    colors = ("red", "blue", "green", "yellow", "black", "white", "grey", "brown", "pink", "purple", "orange")
+    materials = ("wooden", "metal", "plastic", "glass", "leather", "paper", "stone", "fabric", "rattan", "ceramic")
+    patterns = ("plain", "striped", "dotted", "checkered", "floral", "banded", "woven")
+    things = ("mug", "chair", "lamp", "bowl", "table", "shoe", "bottle", "basket", "hat", "vase", "plate", "box")
     every = [f"A {c} {p} {m} {t}." for c in colors for m in materials for p in patterns for t in things]
     return [every[i] for i in np.random.default_rng(seed).permutation(len(every))[:count]]
 
@@ -144,21 +145,20 @@ def write_training_file(path: Path, n_images: int, n_items: int, n_negatives: in
 class World:
     """Images, items and captions to train on, in the proportions of FG-OVD's training set; the coarse names."""
 
-    def __init__(self, detector: OwlDetector, file: Path, *, n_images: int, n_coarse: int, batch_size: int):
+    def __init__(
+        self, detector: OwlDetector, *, n_images: int, n_coarse: int, batch_size: int, n_items: int | None = None
+    ):
         self.detector, self.batch_size, self.n_images = detector, batch_size, n_images
-        self.n_items = round(n_images * FGOVD_ITEMS / FGOVD_IMAGES)
-        self.file = read_fgovd(write_training_file(file, n_images, self.n_items))
+        self.n_items = n_items or round(n_images * PER_IMAGE)
+        with tempfile.TemporaryDirectory() as folder:
+            self.file = read_fgovd(write_training_file(Path(folder) / "train.json", n_images, self.n_items))
         self.images = NoiseImages(detector)
         self.image_rows = self.images.add(self.file.image_files, self.file.image_sizes)
         self.pixels = torch.stack([self.images[row] for row in range(n_images)])  # [I, 3, S, S]
         self.text = tokenize(detector.tokenizer, list(self.file.captions), "error")
-        coarse = tokenize(detector.tokenizer, [class_prompt(name) for name in captions(n_coarse, seed=1)], "error")
-        self.names = torch.cat([detector.encode_text(i, m) for i, m in self._split(coarse)])  # [K, D], once either way
+        names = torch.randn(n_coarse, detector.config.projection_dim, generator=torch.Generator().manual_seed(1))
+        self.names = names / names.norm(dim=-1, keepdim=True)  # [K, D]; constant either way, so no text tower for them
         self.start = detector.trainable_state()
-
-    @staticmethod
-    def _split(tokens: Any, size: int = 64) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(tokens.input_ids.split(size), tokens.attention_mask.split(size)))
 
     def schedule(self, epochs: int) -> list[list[list[int]]]:
         """Items of each batch of each epoch, shuffled by a seed."""
@@ -238,3 +238,30 @@ def resume(
 def read_batch(dataset: TrainingSet) -> Callable[[Sequence[int]], Batch]:
     """Batches of a data set with stored features."""
     return lambda items: collate([dataset[i] for i in items])
+
+
+def components(world: World, dataset: TrainingSet, repeats: int) -> dict[str, float]:
+    """Seconds per item of the two towers and of a head step: b, t, h."""
+    items = list(range(world.batch_size))
+    columns = torch.cat([torch.from_numpy(world.file.vocabulary(v)).long() for v in items])
+    ids, mask = world.text.input_ids[columns], world.text.attention_mask[columns]
+    pixels = world.pixels[: len(items)]
+    backbone, _ = cpu_seconds(lambda: world.detector.encode_images(pixels), repeats)
+    text, _ = cpu_seconds(lambda: world.detector.encode_text(ids, mask), repeats)
+    module = world.module()
+    optimizer, read = optimizer_of(module), read_batch(dataset)
+    head, _ = cpu_seconds(lambda: resume(module, optimizer, [items], read), max(repeats, 7))
+    return {"backbone": backbone / len(pixels), "text": text / len(items), "head": head / len(items)}
+
+
+def expected(parts: dict[str, float], epochs: int, runs: int = 1, per_image: float = PER_IMAGE) -> dict[str, float]:
+    """Ratio by the components, and its limit where a head step costs nothing."""
+    b, t, h = parts["backbone"], parts["text"], parts["head"]
+    n, once = runs * epochs, b / per_image + t
+    return {"expected": n * (b + t + h) / (once + n * h), "limit": n * (b + t) / once}
+
+
+def full_size() -> dict[str, float]:
+    """Components of B/16 at its own 960 pixels: one image forward, a head step of eight items."""
+    world = World(make_detector(960), n_images=1, n_items=8, n_coarse=1203, batch_size=8)
+    return components(world, world.dataset(stored=True), 1)

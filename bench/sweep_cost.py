@@ -4,32 +4,29 @@
     python bench/sweep_cost.py --quick       the same at 192 pixels, fewer images
 
 Three class losses x two distillations x two rates, twenty epochs each. The stored way encodes every image and caption
-once and trains the twelve heads one after another on that; the live way is `training_cost.py`'s, for each run anew. Live
-epochs cost the same whatever the head, so one epoch of each of LIVE runs is timed and their mean counts for all. Every
-run is checked: weights after one step, live and stored. The limit is that of a head step that costs nothing.
+once and trains the twelve heads one after another on that; the live way is `training_cost.py`'s, for each run anew.
+Live epochs cost the same whatever the head, so one epoch of each of LIVE runs is timed and their mean counts for all.
+Every run is checked: weights after one step, live and stored. The limit is that of a head step that costs nothing.
 """
 
 import common  # isort: skip: sets the number of threads
 import argparse
 import itertools
 import statistics
-import tempfile
-from pathlib import Path
+from typing import Any
 
 from results import write_section
-from training_cost import EPOCHS, components
+from training_cost import EPOCHS
 
 GATE, GOAL = 60, 120
 RUNS = list(itertools.product(("triplet", "cross_entropy", "bce"), ("none", "mse"), (3e-5, 3e-6)))  # loss, distill, lr
 LIVE = (1, 6)  # indices of the runs whose live epoch is timed
 
 
-def measure(side: int, n_images: int, n_live: int, repeats: int) -> dict:
+def measure(side: int, n_images: int, n_live: int, repeats: int) -> dict[str, Any]:
     """Both ways, with the counters of the towers."""
     detector = common.make_detector(side)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "train.json"
-        world = common.World(detector, file, n_images=n_images, n_coarse=1203, batch_size=8)
+    world = common.World(detector, n_images=n_images, n_coarse=1203, batch_size=8)
     counted = common.Counted(detector)
     epochs = world.schedule(EPOCHS)
     first = world.live_batch(epochs[0][0])  # the towers' work of the checked step, shared by the twelve
@@ -59,21 +56,18 @@ def measure(side: int, n_images: int, n_live: int, repeats: int) -> dict:
         ours = common.steps(world.module(*run), [epochs[0][0]], read)
         theirs = common.steps(world.module(*run), [epochs[0][0]], lambda _: first)
         difference = max(difference, float((ours - theirs).abs().max()))
-    parts = components(world, dataset, repeats)
-    b, t, h = parts["backbone"], parts["text"], parts["head"]
-    r, n = world.n_items / world.n_images, len(RUNS)
-    total = n * EPOCHS * statistics.mean(live)
+    parts = common.components(world, dataset, repeats)
+    total = len(RUNS) * EPOCHS * statistics.mean(live)
     return {
         "ratio": total / (once + sum(heads)),
-        "limit": n * EPOCHS * (b + t) / (b / r + t),
-        "expected": n * EPOCHS * (b + t + h) / (b / r + t + n * EPOCHS * h),
+        **common.expected(parts, EPOCHS, len(RUNS), world.n_items / world.n_images),
         "live": total,
         "once": once,
         "heads": sum(heads),
         "patches": detector.num_patches,
         "images": world.n_images,
         "items": world.n_items,
-        "live_forwards": [n * EPOCHS * world.n_items, n * EPOCHS * world.n_items * 11],
+        "live_forwards": [len(RUNS) * EPOCHS * world.n_items * k for k in (1, 11)],
         "stored_forwards": list(stored),
         "difference": difference,
         **parts,
@@ -96,6 +90,11 @@ def main() -> int:
         f"{row['once']:.1f} | {row['heads']:.1f} | {row['ratio']:.0f}x | {row['limit']:.0f}x | {100 * share:.0f} % | "
         f"{row['difference']:.0e} |",
     ]
+    projected: dict[str, float] = {}
+    if not options.quick:
+        parts = common.full_size()
+        projected = parts | common.expected(parts, EPOCHS, len(RUNS))
+        lines += ["", f"From components at 960 px: {projected['expected']:.0f}x of at most {projected['limit']:.0f}x."]
     print("\n".join(lines))
     result = {
         "name": "sweep_cost",
@@ -107,6 +106,7 @@ def main() -> int:
         "share_of_limit": round(share, 2),
         "runs": len(RUNS),
         "measured": row,
+        "at_960_px": projected,
     }
     if not options.quick:
         text = "\n".join(lines)
