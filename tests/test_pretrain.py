@@ -10,15 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
 
-from noctowl import pretrain_losses as losses
 from noctowl.architectures import image_processor
 from noctowl.data.render import CLASSES, COLOURS, Thing
 from noctowl.data.synthetic import SyntheticSettings
 from noctowl.data.world import PRETRAIN, caption, held_out, scene
 from noctowl.errors import DataError
 from noctowl.model import OwlDetector
-from noctowl.pretrain import PretrainSettings, learning_rate, make, make_optimiser, step_losses
-from noctowl.pretrain_batch import (
+from noctowl.pretrain import PretrainSettings, losses, make
+from noctowl.pretrain.batch import (
     NAMES,
     WORD_SPANS,
     WORDS,
@@ -28,9 +27,10 @@ from noctowl.pretrain_batch import (
     normalise,
     write_sentences,
 )
-from noctowl.pretrain_card import PROVENANCE
-from noctowl.pretrain_head import Frozen, HeadSettings, rank_one, sentence_loss, train_head
-from noctowl.pretrain_model import build, load_stage, save_stage
+from noctowl.pretrain.card import PROVENANCE
+from noctowl.pretrain.head import Frozen, HeadSettings, rank_one, sentence_loss, train_head
+from noctowl.pretrain.model import build, load_stage, save_stage
+from noctowl.pretrain.stages import learning_rate, make_optimiser, step_losses
 
 TINY = Path(__file__).parent.parent / "checkpoints" / "tiny"
 

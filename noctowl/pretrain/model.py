@@ -18,7 +18,7 @@ from transformers import CLIPTokenizer
 from noctowl.architectures import initialise, tiny
 from noctowl.boxes import cxcywh_to_xyxy
 from noctowl.data.world import PRETRAIN, words
-from noctowl.pretrain_batch import load_pictures
+from noctowl.pretrain.batch import load_pictures
 from noctowl.text import small_clip_tokenizer, tokenize
 
 N_MERGES = 4000  # of CLIP's byte-pair encoding that the tokenizer keeps, beside those that the world's words need

@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from noctowl import pretrain_losses as losses
 from noctowl.data.render import Thing
 from noctowl.data.world import PRETRAIN, VAL, Split, caption, vocabularies
 from noctowl.head import ClassHead, cosine, unit
-from noctowl.pretrain_batch import NAMES, Scenes, central_patches, load_pictures
-from noctowl.pretrain_model import Pretrainee
+from noctowl.pretrain import losses
+from noctowl.pretrain.batch import NAMES, Scenes, central_patches, load_pictures
+from noctowl.pretrain.model import Pretrainee
 
 
 @dataclass(frozen=True)

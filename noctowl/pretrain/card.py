@@ -1,6 +1,6 @@
 """What the pretrained miniature can do, measured by the project's own evaluation, and its model card.
 
-`python -m noctowl.pretrain_card checkpoints/tiny --also FOLDER` writes the card again, with the figures of other seeds.
+`python -m noctowl.pretrain.card checkpoints/tiny --also FOLDER` writes the card again, with the figures of other seeds.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from noctowl.data.world import PRETRAIN
 from noctowl.eval.suite import Suite, default_negatives
 from noctowl.features import ImageSet, TextBank
 from noctowl.model import OwlDetector
-from noctowl.pretrain_model import Pretrainee
+from noctowl.pretrain.model import Pretrainee
 
 PROVENANCE = "provenance.json"
 COARSE_NMS_IOU = 0.5
@@ -112,7 +112,8 @@ def measure(folder: Path, root: Path, *, test: bool) -> dict[str, float]:
         images=ImageSet(root / "images", Preprocessor(detector.image_processor)),
         bank=TextBank(detector, policy="error", device=device),
     )
-    suite.add_coarse(root / f"annotations/lvis/coarse_{'test' if test else 'val'}.json", nms_iou=COARSE_NMS_IOU)
+    coarse = root / f"annotations/lvis/coarse_{'test' if test else 'val'}.json"
+    suite.add_coarse(coarse, protocol="noctowl", nms_iou=COARSE_NMS_IOU)
     outcome = suite.predict(detector, folder, batch_size=50, num_workers=0, device=device)
     conventions = {"ground_truth": "unmasked", "short_vocabularies": "drop", "nms_iou": 0.5}
     result = suite.score(outcome, conventions)
@@ -209,7 +210,7 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line: the card of a folder, with the figures of other seeds."""
-    parser = argparse.ArgumentParser(prog="noctowl.pretrain_card", description=__doc__)
+    parser = argparse.ArgumentParser(prog="noctowl.pretrain.card", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--also", type=Path, nargs="*", default=[])
     options = parser.parse_args(arguments)

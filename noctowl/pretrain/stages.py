@@ -4,8 +4,8 @@ Two stages, both on the synthetic world (noctowl/data/world.py), whose held-out 
 1. Everything trains. A projection that is thrown away afterwards learns sentences against sentences with one attribute
    changed, attribute words and class names; so the tokens know the attributes. The class head (dense0) learns class
    names only. Boxes, objectness and, on the first layer, silhouettes are learnt beside it.
-2. The tokens are frozen and the class head starts anew (noctowl/pretrain_head.py): class names, and captions with a
-   small weight that decides how much the head knows of attributes; it is on the card (noctowl/pretrain_card.py).
+2. The tokens are frozen and the class head starts anew (noctowl/pretrain/head.py): class names, and captions with a
+   small weight that decides how much the head knows of attributes; it is on the card (noctowl/pretrain/card.py).
 
 Legend: O objects, P patches, M (object, patch) pairs, S slots.
 """
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from noctowl import pretrain_losses as losses
 from noctowl.boxes import iou
 from noctowl.data.synthetic import SyntheticSettings, synthetic_root
 from noctowl.data.world import COARSE_VAL, PRETRAIN, VAL
 from noctowl.errors import DataError, NoctowlError
 from noctowl.head import unit
-from noctowl.pretrain_batch import (
+from noctowl.pretrain import losses
+from noctowl.pretrain.batch import (
     NAMES,
     WORD_SPANS,
     WORDS,
@@ -39,9 +39,9 @@ from noctowl.pretrain_batch import (
     load_pictures,
     write_sentences,
 )
-from noctowl.pretrain_card import measure, save_detector, write_card, write_provenance
-from noctowl.pretrain_head import HeadSettings, choose, class_loss, freeze, rank_one
-from noctowl.pretrain_model import Pretrainee, build, load_stage, save_stage
+from noctowl.pretrain.card import measure, save_detector, write_card, write_provenance
+from noctowl.pretrain.head import HeadSettings, choose, class_loss, freeze, rank_one
+from noctowl.pretrain.model import Pretrainee, build, load_stage, save_stage
 
 
 @dataclass(frozen=True)
