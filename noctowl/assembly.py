@@ -276,8 +276,14 @@ def conventions_of(tree: Tree) -> Tree:
 def benchmark_suite(
     tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank, images: ImageSet
 ) -> Suite:
-    """All benchmark files asked for, and the coarse file if there is one."""
-    files = find_benchmarks(place["annotations"], tree["benchmark"]["names"])
+    """All benchmark files asked for, and the coarse file if there is one. Raises DataError where nothing is asked."""
+    names = tree["benchmark"]["names"]
+    if names == [] and tree["data"]["coarse_file"] is None:
+        raise DataError(
+            "nothing to evaluate: benchmark.names is [] (no FG-OVD benchmark) and data.coarse_file is null. Set "
+            "data.coarse_file to an LVIS-format json, or choose benchmark=fgovd."
+        )
+    files = {} if names == [] else find_benchmarks(place["annotations"], names)
     asked = tree["benchmark"]["n_negatives"]
     short = tree["benchmark"]["short_vocabularies"]
     return _suite(tree, detector, place, bank, images, files, asked, short, "coarse_file")
@@ -315,7 +321,8 @@ def _suite(
     )
     if tree["data"][coarse_key] is not None:
         file = find_file(place["annotations"], tree["data"][coarse_key])
-        suite.add_coarse(file, nms_iou=tree["data"]["coarse_nms_iou"])
+        protocol = tree["benchmark"]["coarse_protocol"]
+        suite.add_coarse(file, protocol=protocol, nms_iou=tree["data"]["coarse_nms_iou"])
     return suite
 
 

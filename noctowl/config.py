@@ -118,6 +118,7 @@ class Benchmark:
     short_vocabularies: Literal["drop", "keep"]
     nms_iou: Annotated[float, Range(gt=0, le=1)]
     top: Annotated[int, Range(ge=1)]
+    coarse_protocol: Literal["noctowl", "owl"]
     batch_size: Annotated[int, Range(ge=1)]
 
 

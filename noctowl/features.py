@@ -45,9 +45,17 @@ class TextBank:
 
         Raises DataError for a caption over the token limit under the policy "error".
         """
-        new = list(dict.fromkeys(text for text in texts if text not in self._rows))
+        return self._rows_of(texts, self.policy)
+
+    def prompt_rows(self, prompts: Sequence[str]) -> np.ndarray:
+        """`rows` of the prompts of class names: one over the token limit is cut whatever the policy, never dropped."""
+        return self._rows_of(prompts, "truncate")
+
+    def _rows_of(self, texts: Sequence[str], policy: Policy) -> np.ndarray:
+        cut = policy == "truncate"  # what was dropped as a caption may be asked for as a prompt
+        new = [text for text in texts if (row := self._rows.get(text)) is None or (cut and not self.kept[row])]
         if new:
-            self._encode(new)
+            self._encode(list(dict.fromkeys(new)), policy)
         return np.fromiter((self._rows[text] for text in texts), np.int64, len(texts))
 
     def caption_rows(self, annotations: Annotations) -> np.ndarray:
@@ -57,10 +65,10 @@ class TextBank:
     @property
     def n_over(self) -> int:
         """Distinct captions over the token limit."""
-        return int((self.lengths > self.detector.text_limit).sum())
+        return int((self.lengths[list(self._rows.values())] > self.detector.text_limit).sum())
 
-    def _encode(self, texts: list[str]) -> None:
-        tokens = tokenize(self.detector.tokenizer, texts, self.policy)
+    def _encode(self, texts: list[str], policy: Policy) -> None:
+        tokens = tokenize(self.detector.tokenizer, texts, policy)
         kept = tokens.kept.numpy()
         fresh = torch.zeros(len(texts), self.embeddings.shape[1])
         todo = np.flatnonzero(kept)
@@ -69,7 +77,7 @@ class TextBank:
             ids, mask = tokens.input_ids[chunk].to(self.device), tokens.attention_mask[chunk].to(self.device)
             fresh[chunk] = self.detector.encode_text(ids, mask).float().cpu()  # [chunk, D]
         self.forwards += len(todo)
-        first = len(self._rows)
+        first = len(self.embeddings)
         self._rows.update({text: first + i for i, text in enumerate(texts)})
         self.embeddings = torch.cat([self.embeddings, fresh])
         self.lengths = np.concatenate([self.lengths, tokens.lengths.numpy()])

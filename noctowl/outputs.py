@@ -24,9 +24,7 @@ def provenance_of(tree: Tree, detector: OwlDetector, suite: Suite, bank: TextBan
         base_sha256=detector.content_hash(),
         head_sha256=state_sha256(detector.trainable_state()),
         processor=suite.images.preprocessor.settings(),
-        annotations={
-            n: {"file": b.annotations.path.name, "sha256": b.annotations.sha256} for n, b in suite.benchmarks.items()
-        },
+        annotations={n: {"file": b.path.name, "sha256": b.sha256} for n, b in suite.annotations.items()},
         text={"policy": bank.policy, "captions_encoded": bank.forwards, "over_limit": bank.n_over},
     )
 
@@ -50,7 +48,13 @@ def write_results(
     results = {
         "version": runfolder.RESULTS_VERSION,
         "metrics": scored["metrics"],
-        "settings": {**conventions_of(tree), "compat": tree["compat"], "seed": tree["seed"], "data": tree["data"]},
+        "settings": {
+            **conventions_of(tree),
+            "compat": tree["compat"],
+            "seed": tree["seed"],
+            "data": tree["data"],
+            "coarse": scored.get("coarse") or None,  # protocol, prompts and file of the LVIS figures
+        },
         "counts": {**scored["counts"], **facts, "forwards": dict(counters)},
         "provenance": provenance,
     }

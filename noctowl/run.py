@@ -296,7 +296,8 @@ def _rescore(tree: Tree, folder: Path) -> Tree:
         if missing:
             raise DataError(f"{source} holds {sorted(outcome.predictions)}, not {missing} (benchmark.names)")
         outcome.predictions = {name: outcome.predictions[name] for name in asked}
-    files = {n: read_fgovd(p) for n, p in find_benchmarks(annotations, list(outcome.predictions)).items()}
+    names = list(outcome.predictions)
+    files = {n: read_fgovd(p) for n, p in (find_benchmarks(annotations, names).items() if names else ())}
     found = load_lengths(source)
     coarse = tree["data"]["coarse_file"] and read_lvis(find_file(annotations, tree["data"]["coarse_file"]))
     n_negatives = tree["benchmark"]["n_negatives"]

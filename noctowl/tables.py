@@ -10,6 +10,8 @@ from rich.table import Table
 from noctowl.data.files import BENCHMARKS
 
 ABSENT = "–"
+LVIS_COLUMNS = {"ap": "AP", "ap_50": "AP50", "ap_75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
+LVIS_COLUMNS |= {"ap_rare": "APr", "ap_common": "APc", "ap_frequent": "APf"}
 STYLE: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
 
 
@@ -42,13 +44,13 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
     coarse = {key.split("/")[1]: value for key, value in metrics.items() if key.startswith("lvis/")}
     if coarse:
         table = Table(
-            title="coarse classes (LVIS format); AP in percent",
+            title=f"LVIS, protocol {results['settings']['coarse']['protocol']}; AP in percent",
             title_justify="left",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
         for name in coarse:
-            table.add_column(name.replace("ap_", "") if name != "ap" else "AP", justify="right")
+            table.add_column(LVIS_COLUMNS[name], justify="right")
         table.add_row(*(_percent(value) for value in coarse.values()))
         console.print(table)
 

@@ -27,6 +27,16 @@ from noctowl.errors import DataError, ModelError
 START, END, PAD = "<|startoftext|>", "<|endoftext|>", "!"
 TOKEN_LIMIT = 16  # model_max_length of OWL-ViT and OWLv2, start and end included
 N_MERGES = 49_152 - 256 - 2  # merges of the published vocabulary of 49,408 tokens
+# The seven best templates of CLIP's prompt engineering notebook; OWL-ViT and OWLv2 are evaluated with them.
+CLIP_TEMPLATES = (
+    "itap of a {}.",
+    "a bad photo of the {}.",
+    "a origami {}.",
+    "a photo of the large {}.",
+    "a {} in a video game.",
+    "art of the {}.",
+    "a photo of the small {}.",
+)
 
 Policy = Literal["error", "truncate", "drop"]
 Merge = tuple[str, str]
@@ -120,6 +130,17 @@ def class_prompt(name: str) -> str:
     'a ' and the name in lower case; every character outside [a-z0-9-# ] becomes a blank, blanks are collapsed.
     """
     return " ".join(("a " + re.sub(r"[^a-z0-9\-# ]", " ", name.lower())).split())
+
+
+def canonical(text: str) -> str:
+    """Canonical text of OWL-ViT's published evaluation: lower case, a-z, 0-9, single dashes and single blanks."""
+    text = re.sub(r"[^a-z0-9\-# ]", " ", text.lower())
+    return " ".join(re.sub(r"-+", "-", text).replace("#", "").split())
+
+
+def template_prompts(name: str) -> list[str]:
+    """The prompts of a class name under CLIP_TEMPLATES, in canonical text."""
+    return [canonical(template.format(name)) for template in CLIP_TEMPLATES]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -140,7 +140,7 @@ def finish_wandb() -> None:
 
 def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
     """Unit embeddings [K, D] of the prompts of coarse names."""
-    rows = bank.prompt_rows([class_prompt(name) for name in names])  # before `embeddings` is read: new names are added to it
+    rows = bank.prompt_rows([class_prompt(name) for name in names])  # before `embeddings` is read, which it adds to
     return bank.embeddings[torch.from_numpy(rows)]
 
 

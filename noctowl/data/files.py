@@ -73,12 +73,12 @@ def find_images(root: str | Path, override: str | Path | None = None) -> Path:
 
 
 def find_file(annotations: str | Path, name: str | Path) -> Path:
-    """The annotation file `name` below the annotations' folder, or absolute (data.train_file, data.val_file)."""
+    """The annotation file `name` below the annotations' folder, or absolute (data.train_file, data.coarse_file, …)."""
     path = Path(annotations) / name
     if not path.is_file():
         raise DataError(
             f"{path}: the annotation file is missing.{what_is_there(Path(annotations))} "
-            "Set data.train_file / data.val_file to one of them."
+            "Set the key that names it (data.train_file, data.val_file, data.coarse_file, …) to one of them."
         )
     return path
 

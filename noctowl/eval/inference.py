@@ -3,7 +3,7 @@
 OWL scores captions independently of each other, so an image's tokens are scored against all captions that any benchmark
 asks of it at once, and N only selects columns of the result.
 
-Legend: P patches, Q distinct captions of one image, C columns of one vocabulary, K coarse names.
+Legend: P patches, Q distinct captions of one image, C columns of one vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from noctowl.boxes import from_frame
 from noctowl.data.fgovd import processable
 from noctowl.data.records import Annotations
 from noctowl.eval.ap import Detections
-from noctowl.eval.lvis import select_top_class
+from noctowl.eval.coarse import Coarse
 from noctowl.eval.outcome import Outcome
 from noctowl.eval.predictions import Predictions, select_rows
 from noctowl.features import ImageSet, TextBank
@@ -40,21 +40,6 @@ class Benchmark:
     caption_rows: np.ndarray
     lengths: np.ndarray | None
     image_rows: np.ndarray
-
-
-@dataclass
-class Coarse:
-    """An LVIS-format file whose classes are scored on the same tokens ("noctowl" protocol: top class per patch).
-
-    `nms_iou` None: no suppression, as published for LVIS.
-    """
-
-    image_ids: np.ndarray  # int64 [I]
-    image_rows: np.ndarray  # int64 [I]
-    category_ids: np.ndarray  # int64 [K]
-    queries: Tensor  # [K, D]
-    nms_iou: float | None = None
-    top: int = 300
 
 
 def plan(
@@ -121,6 +106,7 @@ def predict(
     by_image = {name: _vocabularies_by_image(b) for name, b in benchmarks.items()}
     parts: dict[str, list[tuple[int, int, np.ndarray, np.ndarray]]] = {name: [] for name in benchmarks}
     detections: list[Detections] = []
+    coarse_ids = {} if coarse is None else coarse.image_ids()
     counters = {"images": 0, "vocabularies": 0}
     for rows, batch in features:
         for i, row in enumerate(rows):
@@ -131,13 +117,8 @@ def predict(
             if wanted:
                 _score_image(detector, benchmarks, wanted, tokens, boxes.numpy(), embeddings, top, parts)
                 counters["vocabularies"] += len(wanted)
-            if coarse is not None and row in coarse.image_rows:
-                image_id = int(coarse.image_ids[np.flatnonzero(coarse.image_rows == row)[0]])
-                queries = coarse.queries.to(tokens.device)[None]
-                logits = detector.score(tokens, queries).logits[0].float().cpu().numpy()  # [P, K]
-                detections.append(
-                    select_top_class(logits, boxes.numpy(), image_id, coarse.category_ids, coarse.nms_iou, coarse.top)
-                )
+            if coarse is not None and row in coarse_ids:
+                detections.append(coarse.detect(detector, tokens, boxes.numpy(), coarse_ids[row]))
     predictions = {
         name: Predictions.from_parts(
             sorted(parts[name], key=lambda part: part[:2]),  # by key, as parts of several processes are merged
@@ -147,7 +128,9 @@ def predict(
         )
         for name, b in benchmarks.items()
     }
-    return Outcome(predictions, Detections.concatenate(detections) if coarse is not None else None, counters)
+    if coarse is None:
+        return Outcome(predictions, None, counters)
+    return Outcome(predictions, Detections.concatenate(detections), counters, {**settings, **coarse.settings})
 
 
 def _vocabularies_by_image(benchmark: Benchmark) -> dict[int, list[int]]:

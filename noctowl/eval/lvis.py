@@ -8,6 +8,7 @@ ignored (LVIS paper, "federated dataset"). Figures equal the LVIS API's: AP over
 of an image, size by the annotated area, classes grouped by frequency (rare, common, frequent).
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ GROUPS = {"rare": "r", "common": "c", "frequent": "f"}
 @dataclass(frozen=True, eq=False)
 class LvisAnnotations:
     path: Path
+    sha256: str  # of the file
     image_ids: Int64[ndarray, "I"]
     image_files: Strings  # [I] e.g. "val2017/000000397133.jpg"
     image_sizes: Int32[ndarray, "I 2"]  # width, height in pixels
@@ -45,13 +47,14 @@ def read_lvis(path: str | Path) -> LvisAnnotations:
     """Raises DataError for an absent or damaged file and for ids that it does not define; names file and entry."""
     path = Path(path)
     try:
-        data = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        data = json.loads(content)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file. Download the LVIS v1 annotations, or correct the path.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: no valid JSON ({error}). Download or write it again.") from error
     try:
-        return _pack(path, data)
+        return _pack(path, hashlib.sha256(content).hexdigest(), data)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(
             f"{path}: not in LVIS's format ({type(error).__name__}: {error}). Needed: images with id, width, height, "
@@ -60,7 +63,7 @@ def read_lvis(path: str | Path) -> LvisAnnotations:
         ) from error
 
 
-def _pack(path: Path, data: dict[str, Any]) -> LvisAnnotations:
+def _pack(path: Path, sha256: str, data: dict[str, Any]) -> LvisAnnotations:
     images, objects, categories = data["images"], data["annotations"], data["categories"]
     image_ids = np.array([entry["id"] for entry in images], np.int64)
     category_ids = np.array([entry["id"] for entry in categories], np.int64)
@@ -79,6 +82,7 @@ def _pack(path: Path, data: dict[str, Any]) -> LvisAnnotations:
         _check_ids(path, where, rows, image_ids, category_ids)
     return LvisAnnotations(
         path=path,
+        sha256=sha256,
         image_ids=image_ids,
         image_files=Strings(_image_file(entry, path) for entry in images),
         image_sizes=np.array([(entry["width"], entry["height"]) for entry in images], np.int32).reshape(-1, 2),

@@ -4,8 +4,9 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Outcome:
     predictions: dict[str, Predictions]
     coarse: Detections | None
     counters: dict[str, int]
+    coarse_settings: dict[str, Any] = field(default_factory=dict)  # JSON: protocol and file of the coarse detections
 
     def save(self, folder: Path) -> None:
         """One file per benchmark, coarse.npz and counters.json."""
@@ -31,25 +33,29 @@ class Outcome:
             part.save(folder / f"{name}.npz")
         if self.coarse is not None:
             with atomic(folder / COARSE_FILE) as file:
-                np.savez(file, **vars(self.coarse))
+                np.savez(file, **vars(self.coarse), settings=np.array(json.dumps(self.coarse_settings)))
         write_json(folder / "counters.json", self.counters)
 
     @classmethod
     def load(cls, folder: Path) -> "Outcome":
         """What `save` wrote. Raises DataError for a folder without predictions or with damaged ones."""
         files = sorted(p for p in folder.glob("*.npz") if p.name not in (COARSE_FILE, LENGTHS_FILE))
-        if not files:
+        if not files and not (folder / COARSE_FILE).is_file():
             raise DataError(f"{folder} holds no predictions (*.npz). Pass a run folder, or its predictions/.")
-        coarse = None
+        coarse, settings = None, {}
         if (folder / COARSE_FILE).is_file():
             arrays = _load(folder / COARSE_FILE)
-            coarse = Detections(*(arrays[name] for name in ("image", "label", "boxes", "scores")))
+            try:
+                coarse = Detections(*(arrays[name] for name in ("image", "label", "boxes", "scores")))
+                settings = json.loads(str(arrays["settings"]))
+            except (KeyError, ValueError) as error:
+                raise DataError(f"{folder / COARSE_FILE}: no coarse detections ({error}). Predict again.") from error
         path = folder / "counters.json"
         try:
             counters = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         except ValueError as error:
             raise DataError(f"{path}: not readable as JSON ({error}). Predict again.") from error
-        return cls({path.stem: Predictions.load(path) for path in files}, coarse, counters)
+        return cls({path.stem: Predictions.load(path) for path in files}, coarse, counters, settings)
 
     @classmethod
     def merge(cls, parts: Sequence["Outcome"]) -> "Outcome":
@@ -59,6 +65,7 @@ class Outcome:
             {name: merge([part.predictions[name] for part in parts]) for name in parts[0].predictions},
             Detections.concatenate(coarse) if coarse else None,
             {key: sum(part.counters[key] for part in parts) for key in parts[0].counters},
+            parts[0].coarse_settings,
         )
 
 

@@ -18,11 +18,11 @@ from noctowl.data.fgovd import Short, read_fgovd
 from noctowl.data.records import Annotations
 from noctowl.errors import DataError
 from noctowl.eval import fgovd, lvis
-from noctowl.eval.inference import Benchmark, Coarse, plan, predict
+from noctowl.eval.coarse import Coarse, Protocol
+from noctowl.eval.inference import Benchmark, plan, predict
 from noctowl.eval.outcome import Outcome
 from noctowl.features import ImageSet, Stored, TextBank, chunks, encode
 from noctowl.model import OwlDetector
-from noctowl.text import class_prompt
 
 ATTRIBUTES = ("color", "material", "pattern", "transparency")
 
@@ -41,7 +41,6 @@ class Suite:
     bank: TextBank
     top: int
     coarse: Coarse | None = None
-    coarse_annotations: lvis.LvisAnnotations | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -73,18 +72,15 @@ class Suite:
             )
         return cls(benchmarks, images, bank, top, settings=dict(settings or {}))
 
-    def add_coarse(self, path: Path, *, nms_iou: float | None) -> None:
-        """Score the classes of an LVIS-format file in the same pass: top class per patch, prompts 'a ' + name."""
-        annotations = lvis.read_lvis(path)
-        rows = self.bank.rows([class_prompt(name) for name in annotations.names])
-        self.coarse_annotations = annotations
-        self.coarse = Coarse(
-            image_ids=annotations.image_ids,
-            image_rows=self.images.add(annotations.image_files, annotations.image_sizes),
-            category_ids=annotations.category_ids,
-            queries=self.bank.embeddings[torch.from_numpy(rows)],
-            nms_iou=nms_iou,
-        )
+    def add_coarse(self, path: Path, *, protocol: Protocol, nms_iou: float | None = None) -> None:
+        """Score the classes of an LVIS-format file in the same pass; see `noctowl.eval.coarse`."""
+        self.coarse = Coarse.build(path, protocol=protocol, nms_iou=nms_iou, images=self.images, bank=self.bank)
+
+    @property
+    def annotations(self) -> dict[str, Annotations | lvis.LvisAnnotations]:
+        """The files by name; the coarse one is "lvis"."""
+        files: dict[str, Annotations | lvis.LvisAnnotations] = {n: b.annotations for n, b in self.benchmarks.items()}
+        return files if self.coarse is None else {**files, "lvis": self.coarse.annotations}
 
     @property
     def image_rows(self) -> list[int]:
@@ -148,7 +144,8 @@ class Suite:
     def score(self, outcome: Outcome, conventions: Mapping[str, Any]) -> dict[str, Any]:
         """`score_all` on this suite's files."""
         files = {name: b.annotations for name, b in self.benchmarks.items()}
-        return score_all(files, outcome, conventions, lengths=self.lengths, coarse=self.coarse_annotations)
+        coarse = None if self.coarse is None else self.coarse.annotations
+        return score_all(files, outcome, conventions, lengths=self.lengths, coarse=coarse)
 
     @property
     def lengths(self) -> dict[str, np.ndarray | None]:
@@ -186,7 +183,10 @@ def score_all(
         n_negatives: None for all N that the predictions were made for.
 
     Returns:
-        {"metrics": flat, "counts": by benchmark and N, "ranks": by benchmark, N and annotation id}
+        {"metrics": flat, "counts": by benchmark and N, "ranks": by benchmark, N and annotation id, "coarse": protocol
+        and file of the coarse detections, empty without any}
+
+    Raises DataError for predictions that were made for another version of a file.
     """
     metrics: dict[str, float] = {}
     counts: dict[str, Any] = {}
@@ -195,12 +195,7 @@ def score_all(
     other = "masked" if first == "unmasked" else "unmasked"
     for name, predictions in outcome.predictions.items():
         file = annotations[name]
-        found = predictions.settings.get("annotations_sha256")
-        if found != file.sha256:
-            raise DataError(
-                f"{name}: the predictions were made for another version of {file.path} (sha256 {found}, the file has "
-                f"{file.sha256}). Predict again, or point data.root to the file they were made for."
-            )
+        _check_version(name, predictions.settings.get("annotations_sha256"), file.path, file.sha256)
         for convention in (first, other):
             options = {**conventions, "ground_truth": convention}
             result = fgovd.score(
@@ -220,7 +215,16 @@ def score_all(
                 entry.update({k: v for k, v in values.items() if k not in scored})
                 entry[convention] = {k: values[k] for k in scored}
     if coarse is not None and outcome.coarse is not None:
+        _check_version("coarse", outcome.coarse_settings.get("sha256"), coarse.path, coarse.sha256)
         metrics.update({f"lvis/{key}": value for key, value in lvis.score(outcome.coarse, coarse).items()})
         counts["lvis"] = {"images": len(coarse.image_ids), "classes": len(coarse.category_ids)}
         counts["lvis"] |= {"objects": len(coarse.objects.image), "detections": len(outcome.coarse.image)}
-    return {"metrics": metrics, "counts": counts, "ranks": ranks}
+    return {"metrics": metrics, "counts": counts, "ranks": ranks, "coarse": outcome.coarse_settings}
+
+
+def _check_version(name: str, found: str | None, path: Path, sha256: str) -> None:
+    if found != sha256:
+        raise DataError(
+            f"{name}: the predictions were made for another version of {path} (sha256 {found}, the file has "
+            f"{sha256}). Predict again, or point data.root to the file they were made for."
+        )

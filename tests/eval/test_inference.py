@@ -165,11 +165,11 @@ def test_coarse_classes_come_from_the_same_pass(fresh_detector, world, tmp_path,
     """The best class of each patch, from the same tokens; published protocol has no suppression."""
     detector = fresh_detector()
     suite = make_suite(world, detector, ["hard"], (1,), short_vocabularies="keep")
-    suite.add_coarse(world / "annotations" / "lvis" / "coarse_test.json", nms_iou=None)
+    suite.add_coarse(world / "annotations" / "lvis" / "coarse_test.json", protocol="noctowl")
     calls = counted(detector, monkeypatch)
     outcome = suite.predict(detector, tmp_path, **WORK)
     assert sum(calls) == len(suite.images) == 12  # six images of the benchmarks and six coarse ones
-    coarse = suite.coarse_annotations
+    coarse = suite.coarse.annotations
     with torch.no_grad():
         for i, image_id in enumerate(coarse.image_ids.tolist()):
             tokens, _, _ = detector.encode_images(suite.images[int(suite.coarse.image_rows[i])][None])
