@@ -10,8 +10,8 @@ One thread; a figure is the median of several runs, of one where a run takes lon
 everything from the stored logits to the figures (top 100, NMS, AP, ranks), "AP" only what the public scorers do too,
 "ranks" top 100, NMS and ranks beside the published ranks, which must be the same object by object. "12 heads" are
 twelve sets of predictions (epochs, members of a sweep) on annotations that are read once, beside twelve runs of the
-published code. The published code's cost was measured once, on another machine, over NMS and AP. The last line is JSON; nothing
-is asserted, `equal` and the ratios are there to be read.
+published code. The published code's cost was measured once, on another machine, over NMS and AP. The last line is
+JSON; nothing is asserted, `equal` and the ratios are there to be read.
 """
 
 import os
