@@ -40,8 +40,8 @@ MORE = {"hard": "1_attributes", "medium": "2_attributes", "trivial": "shuffle_ne
 COUNTED = {"three": (6571, 578), "six": (59975, 1404)}  # requests, distinct images of the published files
 BEYOND = (
     "Gate and goal lie beyond these limits: the files ask 11.4 and 42.7 times as often as they have images, and eager "
-    "attention makes a request little dearer at this size. What is left to gain is text: captions are encoded once each, "
-    "padded to 16 tokens."
+    "attention makes a request little dearer at this size. What is left to gain is text: captions are encoded once "
+    "each, padded to 16 tokens."
 )
 Request = tuple[str, int, int]  # benchmark, vocabulary, N
 
@@ -202,7 +202,8 @@ def report(
             "evaluation_cost",
             f"## Evaluation in one pass\n\n`python bench/evaluation_cost.py`; B/16 at {side} px, CPU time of one "
             f"thread, sample medians times exact counts.\nLimit = requests / images. Gate {GATE}x (three files), goal "
-            f"{GOAL}x (six).\n\n{text}\n\nThe miniature, its pass run whole, requests by samples: {whole_pass}.\n\n{BEYOND}",
+            f"{GOAL}x (six).\n\n{text}\n\nThe miniature, its pass run whole, requests by samples: {whole_pass}.\n\n"
+            + BEYOND,
         )
     return common.finish(
         {
