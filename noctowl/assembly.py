@@ -16,10 +16,13 @@ import torch
 from noctowl import runfolder, training
 from noctowl.compose import conf_dir
 from noctowl.config import EvaluateConfig, check
+from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_annotations, find_benchmarks, find_file, find_images
 from noctowl.data.images import Preprocessor
 from noctowl.data.synthetic import SyntheticSettings, synthetic_root
 from noctowl.errors import DataError
+from noctowl.eval.blind import concatenate, text_sets
+from noctowl.eval.evidence import CHEAP, Asked
 from noctowl.eval.suite import Suite, default_negatives
 from noctowl.export import load_head
 from noctowl.features import ImageSet, TextBank
@@ -273,6 +276,19 @@ def conventions_of(tree: Tree) -> Tree:
     return {**chosen, "published_median": tree["compat"] == "published"}
 
 
+def asked_of(tree: Tree, annotations: Path) -> Asked:
+    """Controls and intervals that stand beside the figures. Raises DataError for caption files that are not there."""
+    chosen = tree["benchmark"]
+    files = [read_fgovd(find_file(annotations, name)) for name in chosen["control_captions"] or ()]
+    return Asked(
+        controls=CHEAP if chosen["controls"] == "auto" else tuple(chosen["controls"]),
+        intervals=chosen["intervals"],
+        coarse_intervals=chosen["coarse_intervals"],
+        train=concatenate([text_sets(file) for file in files]) if files else None,
+        seed=tree["seed"],
+    )
+
+
 def benchmark_suite(
     tree: Tree, detector: OwlDetector, place: Mapping[str, Path], bank: TextBank, images: ImageSet
 ) -> Suite:
@@ -286,7 +302,9 @@ def benchmark_suite(
     files = {} if names == [] else find_benchmarks(place["annotations"], names)
     asked = tree["benchmark"]["n_negatives"]
     short = tree["benchmark"]["short_vocabularies"]
-    return _suite(tree, detector, place, bank, images, files, asked, short, "coarse_file")
+    suite = _suite(tree, detector, place, bank, images, files, asked, short, "coarse_file")
+    suite.asked = asked_of(tree, place["annotations"])
+    return suite
 
 
 def validation_suite(

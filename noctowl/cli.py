@@ -2,6 +2,7 @@
 
 noctowl check data=fgovd data.root=/data/fgovd      read everything, print one table, exit 1 if anything is fatal
 noctowl export outputs/default/<run> --out DIR      a run's selected head as a folder that transformers loads
+noctowl report RUN...                               figures, controls, comparisons and pictures of runs, as one page
 noctowl data synthetic --out DIR                    the miniature's files in the published formats
 noctowl pretrain-tiny --out DIR                     the miniature's detector, from nothing
 """
@@ -41,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_folder", type=Path)
     export.add_argument("--out", type=Path, required=True, help="a new or empty folder")
     export.set_defaults(run=_export)
+
+    report = commands.add_parser("report", help="one report.html and report.md of one run or of many")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of finished runs")
+    report.add_argument("--out", type=Path, help="folder (default: the run's own for one run, ./report for several)")
+    report.set_defaults(run=_report)
 
     _features_parser(commands.add_parser("features", help="the store of image features").add_subparsers(required=True))
 
@@ -150,6 +156,13 @@ def _export(arguments: argparse.Namespace) -> int:
     provenance = read_results(arguments.run_folder / "results.json")["provenance"]
     export(load_checkpoint(arguments.run_folder, config["model"]), arguments.out, provenance=provenance)
     print(f"exported: {arguments.out}")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from noctowl.report import write_report
+
+    print(f"report: {write_report(arguments.runs, arguments.out)}")
     return 0
 
 

@@ -12,6 +12,7 @@ from timm.optim import list_optimizers
 
 from noctowl.validation import Problem, Range, check_node, did_you_mean
 
+CONTROL_NAMES = ("blind", "blind_embeddings", "centroid", "centroid_embeddings", "head_prior", "oracle", "shuffled")
 BENCHMARK_NAMES = ("hard", "medium", "easy", "trivial", "color", "material", "pattern", "transparency")
 
 
@@ -119,6 +120,10 @@ class Benchmark:
     nms_iou: Annotated[float, Range(gt=0, le=1)]
     top: Annotated[int, Range(ge=1)]
     coarse_protocol: Literal["noctowl", "owl"]
+    intervals: Annotated[int, Range(ge=0)]
+    coarse_intervals: Annotated[int | None, Range(ge=0)]
+    controls: Literal["auto"] | list[Literal[CONTROL_NAMES]]  # type: ignore[valid-type]
+    control_captions: list[str] | None
     batch_size: Annotated[int, Range(ge=1)]
 
 
@@ -191,6 +196,7 @@ class Common:
     compat: Literal["published", "training", "clean"]
     output_dir: str
     run_dir: str | None
+    report: bool
 
 
 @dataclass

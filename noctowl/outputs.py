@@ -1,11 +1,13 @@
 """What a run leaves behind: predictions, results.json, ranks.json and the table on the screen."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from noctowl import runfolder
 from noctowl.assembly import conventions_of
+from noctowl.errors import NoctowlError
 from noctowl.eval.outcome import Outcome, save_lengths
 from noctowl.eval.suite import Suite
 from noctowl.features import TextBank
@@ -14,6 +16,7 @@ from noctowl.model import OwlDetector
 from noctowl.tables import print_results
 
 Tree = dict[str, Any]
+log = logging.getLogger("noctowl")
 
 
 def provenance_of(tree: Tree, detector: OwlDetector, suite: Suite, bank: TextBank) -> Tree:
@@ -30,15 +33,35 @@ def provenance_of(tree: Tree, detector: OwlDetector, suite: Suite, bank: TextBan
 
 
 def finish(
-    tree: Tree, folder: Path, suite: Suite, outcome: Outcome, provenance: Tree, facts: Tree, *, write: bool
+    tree: Tree,
+    folder: Path,
+    suite: Suite,
+    detector: OwlDetector,
+    outcome: Outcome,
+    provenance: Tree,
+    facts: Tree,
+    *,
+    write: bool,
 ) -> Tree:
-    """Save predictions and score them. Only the first process writes."""
-    scored = suite.score(outcome, conventions_of(tree))
+    """Save predictions and score them, with controls and intervals. Only the first process writes."""
     if not write:
-        return scored
+        return suite.score(outcome, conventions_of(tree))
+    scored = suite.score(outcome, conventions_of(tree), detector=detector)
     outcome.save(folder / "predictions")
     save_lengths(folder / "predictions", suite.lengths)
     return write_results(tree, folder, scored, provenance, facts, outcome.counters)
+
+
+def announce(tree: Tree, folder: Path) -> None:
+    """Report of a finished run, if `report` says so, and where its results are. A failed report costs no result."""
+    if tree["report"]:
+        from noctowl.report import write_report  # plots and pictures: only where they are made
+
+        try:
+            log.info("report: %s", write_report([folder]))
+        except (NoctowlError, OSError) as error:
+            log.warning("no report was written (%s). `noctowl report %s` tries again.", error, folder)
+    print(f"results: {folder / 'results.json'}")
 
 
 def write_results(
@@ -48,17 +71,22 @@ def write_results(
     results = {
         "version": runfolder.RESULTS_VERSION,
         "metrics": scored["metrics"],
+        "intervals": scored.get("intervals", {}),
+        "controls": scored.get("controls", {}),
         "settings": {
             **conventions_of(tree),
             "compat": tree["compat"],
             "seed": tree["seed"],
             "data": tree["data"],
             "coarse": scored.get("coarse") or None,  # protocol, prompts and file of the LVIS figures
+            "resamples": tree["benchmark"]["intervals"],
         },
         "counts": {**scored["counts"], **facts, "forwards": dict(counters)},
         "provenance": provenance,
     }
     runfolder.write_json(folder / "results.json", results)
     runfolder.write_json(folder / "predictions" / "ranks.json", scored["ranks"])
+    if scored.get("evidence"):
+        runfolder.write_json(folder / "predictions" / "evidence.json", scored["evidence"], indent=None)
     print_results(results)
     return results

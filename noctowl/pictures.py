@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from noctowl.boxes import iou
 from noctowl.data.images import load_rgb, resolve_image
 from noctowl.data.records import Annotations
 from noctowl.eval.predictions import Predictions
+from noctowl.eval.ranks import IOU
 
 SIDE = 384  # pixels of one half; small images are enlarged to it
+FONT = str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")  # letters beyond Latin, always there
 RIGHT, WRONG, TRUTH = "#2a9d3a", "#c8321e", "#1f5fbf"
 
 
@@ -44,6 +49,47 @@ def samples(
     present = [v for v, key in enumerate(keys) if key in rows and annotations.n_negatives[v] >= 1]
     chosen = np.random.default_rng(seed).permutation(present)[:count].tolist()
     return [_sample(annotations, predictions, v, rows[keys[v]], n_negatives) for v in chosen]
+
+
+def ranked(
+    annotations: Annotations, predictions: Predictions, *, n_negatives: int, count: int
+) -> dict[str, list[Sample]]:
+    """The `count` "worst" and "best" vocabularies, by the lead of the right caption over the best wrong one (logits).
+
+    Read at the best detection. Best: it is right, and covers an object of the vocabulary. Worst: it is wrong. No
+    vocabulary stands in both, and of one image there is one at most in each.
+    """
+    found = predictions.at(n_negatives, top=1)
+    rows = np.flatnonzero(np.diff(found.offsets))  # with a detection
+    logits = predictions.logits[found.rows, : n_negatives + 1]  # [rows, C]
+    if logits.shape[1] < 2 or not len(rows):
+        return {"worst": [], "best": []}
+    lead = logits[:, 0] - logits[:, 1:].max(1)
+    keys = zip(annotations.image_ids[annotations.vocab_image].tolist(), annotations.positive_ids.tolist())
+    place = {key: v for v, key in enumerate(keys)}
+    own = predictions.keys()
+    vocab = np.array([place.get(own[row], -1) for row in rows])
+    taken = {"worst": np.flatnonzero((lead < 0) & (vocab >= 0)), "best": np.flatnonzero((lead > 0) & (vocab >= 0))}
+    order = {"worst": lambda i: lead[i], "best": lambda i: -lead[i]}
+    chosen: dict[str, list[Sample]] = {}
+    for kind, candidates in taken.items():
+        picked: list[Sample] = []
+        seen: set[int] = set()
+        for i in sorted(candidates.tolist(), key=order[kind]):
+            v = int(vocab[i])
+            image = int(annotations.vocab_image[v])
+            if len(picked) == count or image in seen:
+                continue
+            if kind == "best" and not _covers(annotations.object_boxes[annotations.objects(v)], found.boxes[i]):
+                continue
+            seen.add(image)
+            picked.append(_sample(annotations, predictions, v, int(rows[i]), n_negatives))
+        chosen[kind] = picked
+    return chosen
+
+
+def _covers(objects: np.ndarray, box: np.ndarray) -> bool:
+    return bool((iou(torch.from_numpy(objects), torch.from_numpy(box[None].astype(np.float64))) > IOU).any())
 
 
 def _sample(annotations: Annotations, predictions: Predictions, v: int, row: int, n: int) -> Sample:
@@ -103,7 +149,7 @@ def _half(rgb: np.ndarray, boxes: np.ndarray, colour: str, caption: str) -> Imag
 
 def _under(scene: Image.Image, caption: str, colour: str) -> Image.Image:
     """The caption in lines below the picture: nothing of the picture is covered, long captions are not cut."""
-    font = ImageFont.load_default(size=17)
+    font = ImageFont.truetype(FONT, size=15)
     lines = textwrap.wrap(caption, width=max(int(SIDE / 9), 10)) or [""]
     whole = Image.new("RGB", (SIDE, scene.height + 24 * len(lines) + 6), "white")
     whole.paste(scene, (0, 0))

@@ -22,6 +22,7 @@ from noctowl import compose, runfolder, training
 from noctowl.assembly import (
     Preparation,
     Prepared,
+    asked_of,
     conventions_of,
     data_root,
     inherit,
@@ -32,12 +33,13 @@ from noctowl.callbacks import HeadEma, Selection
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_annotations, find_benchmarks, find_file
 from noctowl.errors import DataError, NoctowlError
+from noctowl.eval.evidence import SHUFFLED
 from noctowl.eval.lvis import read_lvis
 from noctowl.eval.outcome import Outcome, load_lengths
 from noctowl.eval.suite import score_all
 from noctowl.export import export, load_head
 from noctowl.module import NoctOWL
-from noctowl.outputs import finish, provenance_of, write_results
+from noctowl.outputs import announce, finish, provenance_of, write_results
 from noctowl.together import ForHead, SplitLogger, Together
 
 Tree = dict[str, Any]
@@ -223,7 +225,7 @@ def _complete(job: Job, steps: int) -> Tree:
         for logger in job.loggers[1:]:  # metrics.csv stays the record of the training; results.json has these
             logger.log_metrics({f"test/{k}": v for k, v in results["metrics"].items()}, step=steps)
             logger.finalize("success")
-        print(f"results: {folder / 'results.json'}")
+        announce(tree, folder)
     return {**results, "folder": str(folder)}
 
 
@@ -257,7 +259,7 @@ def _test(tree: Tree, ready: Prepared, folder: Path, facts: Tree, *, write: bool
     work = work_of(tree, ready.device)
     outcome = ready.test.predict(ready.detector, folder / "predictions", stored=ready.frozen.stored, **work)
     outcome.counters["encoded_before"] = ready.frozen.encoded
-    return finish(tree, folder, ready.test, outcome, origin, facts, write=write)
+    return finish(tree, folder, ready.test, ready.detector, outcome, origin, facts, write=write)
 
 
 def evaluate(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation | None = None) -> Tree:
@@ -278,9 +280,9 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparat
     outcome = ready.suite.predict(ready.detector, folder / "predictions", stored=ready.frozen.stored, **work)
     outcome.counters["encoded_before"] = ready.frozen.encoded
     origin = provenance_of(tree, ready.detector, ready.suite, ready.bank)
-    results = finish(tree, folder, ready.suite, outcome, origin, {}, write=first)
+    results = finish(tree, folder, ready.suite, ready.detector, outcome, origin, {}, write=first)
     if first:
-        print(f"results: {folder / 'results.json'}")
+        announce(tree, folder)
     return {**results, "folder": str(folder)}
 
 
@@ -295,8 +297,8 @@ def _rescore(tree: Tree, folder: Path) -> Tree:
         missing = [name for name in asked if name not in outcome.predictions]
         if missing:
             raise DataError(f"{source} holds {sorted(outcome.predictions)}, not {missing} (benchmark.names)")
-        outcome.predictions = {name: outcome.predictions[name] for name in asked}
-    names = list(outcome.predictions)
+        outcome.predictions = {k: p for k, p in outcome.predictions.items() if k.removesuffix(SHUFFLED) in asked}
+    names = [name for name in outcome.predictions if not name.endswith(SHUFFLED)]
     files = {n: read_fgovd(p) for n, p in (find_benchmarks(annotations, names).items() if names else ())}
     found = load_lengths(source)
     coarse = tree["data"]["coarse_file"] and read_lvis(find_file(annotations, tree["data"]["coarse_file"]))
@@ -308,7 +310,8 @@ def _rescore(tree: Tree, folder: Path) -> Tree:
         lengths={name: found.get(name) for name in files},
         coarse=coarse or None,
         n_negatives=n_negatives,
+        asked=asked_of(tree, annotations),
     )
     results = write_results(tree, folder, scored, runfolder.provenance(predictions=str(source)), {}, outcome.counters)
-    print(f"results: {folder / 'results.json'}")
+    announce(tree, folder)
     return {**results, "folder": str(folder)}

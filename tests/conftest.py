@@ -129,6 +129,8 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Called]:
     def run(entry: str, *overrides: str) -> Called:
         out, err = io.StringIO(), io.StringIO()
         common = ["trainer=cpu", "trainer.progress=false"]
+        if not any(o.startswith("report=") for o in overrides):
+            common.append("report=false")
         if not any(o.startswith(("output_dir=", "run_dir=")) for o in overrides):
             common.append(f"output_dir={tmp_path_factory.mktemp('outputs')}")
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -56,7 +56,9 @@ def test_the_run_folder_holds_what_it_should(real):
 
 def test_results_are_flat_and_complete(real):
     results = real.results
-    assert list(results) == ["version", "metrics", "settings", "counts", "provenance"]
+    assert list(results) == ["version", "metrics", "intervals", "controls", "settings", "counts", "provenance"]
+    assert set(results["metrics"]) == {key for key in results["intervals"] if key in results["metrics"]}
+    assert "fgovd/hard/n5/head_prior/top1" in results["controls"]
     metrics = results["metrics"]
     assert not [key for key in metrics if not KEY.fullmatch(key)]
     for name, n in BENCHMARKS.items():

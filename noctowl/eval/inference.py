@@ -19,6 +19,7 @@ from noctowl.data.fgovd import processable
 from noctowl.data.records import Annotations
 from noctowl.eval.ap import Detections
 from noctowl.eval.coarse import Coarse
+from noctowl.eval.controls import oracle_patches
 from noctowl.eval.outcome import Outcome
 from noctowl.eval.predictions import Predictions, select_rows
 from noctowl.features import ImageSet, TextBank
@@ -115,7 +116,8 @@ def predict(
             boxes = from_frame(batch.boxes[i].float().cpu(), *images.sizes[row], detector.frame)  # [P, 4] pixels
             wanted = [(name, v) for name, index in by_image.items() for v in index.get(row, ())]
             if wanted:
-                _score_image(detector, benchmarks, wanted, tokens, boxes.numpy(), embeddings, top, parts)
+                relative = batch.boxes[i].float().cpu()  # [P, 4]
+                _score_image(detector, benchmarks, wanted, tokens, relative, embeddings, top, parts)
                 counters["vocabularies"] += len(wanted)
             if coarse is not None and row in coarse_ids:
                 detections.append(coarse.detect(detector, tokens, boxes.numpy(), coarse_ids[row]))
@@ -146,12 +148,17 @@ def _score_image(
     benchmarks: Mapping[str, Benchmark],
     wanted: list[tuple[str, int]],
     tokens: Tensor,
-    boxes: np.ndarray,
+    relative: Tensor,
     embeddings: Tensor,
     top: int,
     parts: dict[str, list[tuple[int, int, np.ndarray, np.ndarray]]],
 ) -> None:
-    """Logits of one image against all its captions, cut into vocabularies and appended to `parts`."""
+    """Logits of one image against all its captions, cut into vocabularies and appended to `parts`.
+
+    Stored are the rows that any N needs, and the patch that fits each true box best (control "oracle"). Boxes are in
+    the pixels of the annotated image, which is another one where images are exchanged (control "shuffled").
+    """
+    frames: dict[tuple[int, ...], np.ndarray] = {}
     columns = [_columns(benchmarks[name], v) for name, v in wanted]  # rows in the bank, -1 where not processable
     distinct, inverse = np.unique(np.concatenate(columns), return_inverse=True)
     queries = embeddings[torch.from_numpy(np.maximum(distinct, 0))].to(tokens.device)[None]  # [1, Q, D]
@@ -162,8 +169,13 @@ def _score_image(
         benchmark = benchmarks[name]
         part = logits[:, inverse[start : start + len(own)]]  # [P, C]
         start += len(own)
-        keep = select_rows(part, benchmark.n_negatives, top)
         file = benchmark.annotations
+        size = tuple(file.image_sizes[file.vocab_image[v]].tolist())
+        if size not in frames:
+            frames[size] = from_frame(relative, size[0], size[1], detector.frame).numpy()  # [P, 4] pixels
+        boxes = frames[size]
+        oracle = oracle_patches(boxes, file.object_boxes[file.objects(v)])
+        keep = np.union1d(select_rows(part, benchmark.n_negatives, top), oracle)
         key = (int(file.image_ids[file.vocab_image[v]]), int(file.positive_ids[v]))
         parts[name].append((*key, boxes[keep], part[keep]))
 

@@ -23,7 +23,7 @@ from torchvision.ops import nms
 
 from noctowl.data.records import Strings, relative_path
 from noctowl.errors import DataError
-from noctowl.eval.ap import Detections, Federated, GroundTruth, Thresholds, score_boxes
+from noctowl.eval.ap import BoxScores, Detections, Federated, GroundTruth, Thresholds, score_boxes
 
 MAX_DETECTIONS = 300
 GROUPS = {"rare": "r", "common": "c", "frequent": "f"}
@@ -106,9 +106,16 @@ def score(
 
     Raises DataError for detections of images or classes that the file does not have.
     """
+    return figures(score_classes(detections, annotations, recall_thresholds=recall_thresholds), annotations)
+
+
+def score_classes(
+    detections: Detections, annotations: LvisAnnotations, *, recall_thresholds: Thresholds = "float64"
+) -> BoxScores:
+    """AP of every class; errors as of `score`."""
     rows = np.stack([detections.image, detections.label], 1)
     _check_ids(annotations.path, "detections", rows, annotations.image_ids, annotations.category_ids)
-    result = score_boxes(
+    return score_boxes(
         detections=detections,
         ground_truth=annotations.objects,
         federated=annotations.federated,
@@ -116,12 +123,22 @@ def score(
         max_per_image=MAX_DETECTIONS,
         thresholds=recall_thresholds,
     )
-    figures = {"ap": result.mean_ap(), "ap_50": result.mean_ap(iou=0.5), "ap_75": result.mean_ap(iou=0.75)}
-    figures |= {f"ap_{area}": result.mean_ap(area=area) for area in ("small", "medium", "large")}
-    for group, letter in GROUPS.items():
-        members = annotations.category_ids[annotations.frequency == letter]
-        figures[f"ap_{group}"] = result.mean_ap(classes=members.tolist())
-    return {name: value for name, value in figures.items() if value is not None}
+
+
+def figures(result: BoxScores, annotations: LvisAnnotations) -> dict[str, float]:
+    """What `score` gives, from the classes' AP."""
+    found = {"ap": result.mean_ap(), "ap_50": result.mean_ap(iou=0.5), "ap_75": result.mean_ap(iou=0.75)}
+    found |= {f"ap_{area}": result.mean_ap(area=area) for area in ("small", "medium", "large")}
+    for group, members in frequency_groups(annotations).items():
+        found[f"ap_{group}"] = result.mean_ap(classes=members)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def frequency_groups(annotations: LvisAnnotations) -> dict[str, list[int]]:
+    """Class ids by frequency: rare, common, frequent."""
+    return {
+        group: annotations.category_ids[annotations.frequency == letter].tolist() for group, letter in GROUPS.items()
+    }
 
 
 def select_top_class(

@@ -6,7 +6,7 @@ and the tests all go through these two.
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from noctowl.data.records import Annotations
 from noctowl.errors import DataError
 from noctowl.eval import fgovd, lvis
 from noctowl.eval.coarse import Coarse, Protocol
+from noctowl.eval.controls import shuffled_rows
+from noctowl.eval.evidence import SHUFFLED, Asked, Collector, Language
 from noctowl.eval.inference import Benchmark, plan, predict
 from noctowl.eval.outcome import Outcome
 from noctowl.features import ImageSet, Stored, TextBank, chunks, encode
@@ -42,6 +44,8 @@ class Suite:
     top: int
     coarse: Coarse | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    asked: Asked | None = None  # controls, intervals and analyses beside the figures; None: figures only
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)  # text-only controls, the same for every head
 
     @classmethod
     def build(
@@ -122,7 +126,7 @@ class Suite:
                 features = chunks(stored, rows, batch_size)
             outcome = predict(
                 detector,
-                self.benchmarks,
+                self.benchmarks | self.shuffled,
                 features,
                 images=self.images,
                 embeddings=self.bank.embeddings,
@@ -141,11 +145,40 @@ class Suite:
         shutil.rmtree(exchange / f"part{state.process_index}")
         return Outcome.merge(parts)
 
-    def score(self, outcome: Outcome, conventions: Mapping[str, Any]) -> dict[str, Any]:
-        """`score_all` on this suite's files."""
+    @property
+    def shuffled(self) -> dict[str, Benchmark]:
+        """Every benchmark with its images exchanged, where that control is asked for; one image has no other."""
+        if self.asked is None or "shuffled" not in self.asked.controls:
+            return {}
+        several = {name: b for name, b in self.benchmarks.items() if (b.image_rows >= 0).sum() > 1}
+        return {
+            f"{name}{SHUFFLED}": replace(b, image_rows=shuffled_rows(b.image_rows, seed=self.asked.seed))
+            for name, b in several.items()
+        }
+
+    def score(
+        self, outcome: Outcome, conventions: Mapping[str, Any], *, detector: OwlDetector | None = None
+    ) -> dict[str, Any]:
+        """`score_all` on this suite's files; with what `asked` says where the `detector` is given that predicted."""
         files = {name: b.annotations for name, b in self.benchmarks.items()}
         coarse = None if self.coarse is None else self.coarse.annotations
-        return score_all(files, outcome, conventions, lengths=self.lengths, coarse=coarse)
+        language = None
+        if detector is not None and self.asked is not None:
+            language = Language(self._embed, detector.head.dense0.bias.detach().float().cpu().numpy())
+        return score_all(
+            files,
+            outcome,
+            conventions,
+            lengths=self.lengths,
+            coarse=coarse,
+            asked=None if detector is None else self.asked,
+            language=language,
+            cache=self.cache,
+        )
+
+    def _embed(self, texts: Sequence[str]) -> np.ndarray:
+        rows = self.bank.rows(texts)  # first: the bank may grow
+        return self.bank.embeddings[torch.from_numpy(rows)].numpy()
 
     @property
     def lengths(self) -> dict[str, np.ndarray | None]:
@@ -172,6 +205,9 @@ def score_all(
     lengths: Mapping[str, np.ndarray | None],
     coarse: lvis.LvisAnnotations | None = None,
     n_negatives: Sequence[int] | None = None,
+    asked: Asked | None = None,
+    language: Language | None = None,
+    cache: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
     """Figures of every benchmark and N, under both ground-truth conventions.
 
@@ -181,10 +217,12 @@ def score_all(
         lengths: token counts of the captions of each file, None where the token rule is off.
         coarse: the LVIS-format file of the coarse detections.
         n_negatives: None for all N that the predictions were made for.
+        asked, language, cache: what is wanted beside the figures, see `noctowl.eval.evidence`; None: nothing.
 
     Returns:
         {"metrics": flat, "counts": by benchmark and N, "ranks": by benchmark, N and annotation id, "coarse": protocol
-        and file of the coarse detections, empty without any}
+        and file of the coarse detections, empty without any}; and with `asked` {"intervals": key of a metric or
+        control -> [low, high], "controls": flat, "evidence": tables by benchmark and N}
 
     Raises DataError for predictions that were made for another version of a file.
     """
@@ -193,7 +231,12 @@ def score_all(
     ranks: dict[str, Any] = {}
     first = conventions["ground_truth"]
     other = "masked" if first == "unmasked" else "unmasked"
+    swapped = {k.removesuffix(SHUFFLED): p for k, p in outcome.predictions.items() if k.endswith(SHUFFLED)}
+    median = bool(conventions.get("published_median", False))
+    beside = None if asked is None else Collector(asked, first, median, language, swapped, cache)
     for name, predictions in outcome.predictions.items():
+        if name.endswith(SHUFFLED):
+            continue
         file = annotations[name]
         _check_version(name, predictions.settings.get("annotations_sha256"), file.path, file.sha256)
         for convention in (first, other):
@@ -201,6 +244,8 @@ def score_all(
             result = fgovd.score(
                 file, predictions, n_negatives=n_negatives or predictions.n_negatives, lengths=lengths[name], **options
             )
+            if beside is not None:
+                beside.add(name, file, predictions, result["cases"], convention)
             for key, value in result["metrics"].items():
                 n, figure = key.split("/")
                 if convention == first:
@@ -211,15 +256,18 @@ def score_all(
                 ranks[name] = result["ranks"]
             for n, values in result["counts"].items():
                 entry = counts.setdefault(f"fgovd/{name}", dict(file.counts)).setdefault(n, {})
-                scored = ("objects_scored", "objects_forced_missed")
-                entry.update({k: v for k, v in values.items() if k not in scored})
-                entry[convention] = {k: values[k] for k in scored}
+                truth = ("objects_scored", "objects_forced_missed")
+                entry.update({k: v for k, v in values.items() if k not in truth})
+                entry[convention] = {k: values[k] for k in truth}
     if coarse is not None and outcome.coarse is not None:
         _check_version("coarse", outcome.coarse_settings.get("sha256"), coarse.path, coarse.sha256)
         metrics.update({f"lvis/{key}": value for key, value in lvis.score(outcome.coarse, coarse).items()})
         counts["lvis"] = {"images": len(coarse.image_ids), "classes": len(coarse.category_ids)}
         counts["lvis"] |= {"objects": len(coarse.objects.image), "detections": len(outcome.coarse.image)}
-    return {"metrics": metrics, "counts": counts, "ranks": ranks, "coarse": outcome.coarse_settings}
+        if beside is not None:
+            counts["lvis"]["interval_resamples"] = beside.add_coarse(outcome.coarse, coarse)
+    scored = {"metrics": metrics, "counts": counts, "ranks": ranks, "coarse": outcome.coarse_settings}
+    return scored if beside is None else scored | beside.result()
 
 
 def _check_version(name: str, found: str | None, path: Path, sha256: str) -> None:
