@@ -90,11 +90,6 @@ def main() -> int:
         f"{row['once']:.1f} | {row['heads']:.1f} | {row['ratio']:.0f}x | {row['limit']:.0f}x | {100 * share:.0f} % | "
         f"{row['difference']:.0e} |",
     ]
-    projected: dict[str, float] = {}
-    if not options.quick:
-        parts = common.full_size()
-        projected = parts | common.expected(parts, EPOCHS, len(RUNS))
-        lines += ["", f"From components at 960 px: {projected['expected']:.0f}x of at most {projected['limit']:.0f}x."]
     print("\n".join(lines))
     result = {
         "name": "sweep_cost",
@@ -106,13 +101,12 @@ def main() -> int:
         "share_of_limit": round(share, 2),
         "runs": len(RUNS),
         "measured": row,
-        "at_960_px": projected,
     }
     if not options.quick:
         text = "\n".join(lines)
         write_section(
             "sweep_cost",
-            f"## A sweep of twelve runs\n\n`python bench/sweep_cost.py`; 20 epochs each, CPU time of one thread. Gate "
+            f"## A sweep of twelve runs\n\n`python bench/sweep_cost.py --side {options.side}`; 20 epochs each, CPU time of one thread. Gate "
             f"{GATE}x, goal {GOAL}x.\nLive figures are one epoch of two of the runs, times 240.\n\n{text}",
         )
     return common.finish(result)

@@ -82,7 +82,8 @@ HEAD = [
 ]
 PROJECTED = (
     "From one image forward ({backbone:.1f} s), the captions of an item ({text:.2f} s) and a head step ({head:.3f} s "
-    "an item) at 960 px: {expected:.1f}x of at most {limit:.1f}x, {share:.0f} %."
+    "an item) at 960 px: {expected:.1f}x of at most {limit:.1f}x, {share:.0f} %; a sweep of twelve runs {sweep:.0f}x of "
+    "{sweep_limit:.0f}x."
 )
 
 
@@ -105,7 +106,8 @@ def main() -> int:
     projected: dict[str, float] = {}
     if options.real and not options.quick:
         parts = common.full_size()
-        projected = parts | common.expected(parts, EPOCHS)
+        projected, sweep = parts | common.expected(parts, EPOCHS), common.expected(parts, EPOCHS, runs=12)
+        projected |= {"sweep": sweep["expected"], "sweep_limit": sweep["limit"]}
         lines += ["", PROJECTED.format(**projected, share=100 * projected["expected"] / projected["limit"])]
     print("\n".join(lines))
     *_, chosen = rows.values()
