@@ -1,5 +1,6 @@
 """What happens around the steps of training: choosing a checkpoint, averaging the head, watching the loader."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from timm.utils import ModelEmaV3
 
 from noctowl.export import save_head
 from noctowl.module import NoctOWL
+from noctowl.selection import COARSE, FINE, pick
+
+log = logging.getLogger(__name__)
 
 
 class HeadEma(pl.Callback):
@@ -28,9 +32,12 @@ class HeadEma(pl.Callback):
         assert isinstance(pl_module, NoctOWL)
         layer = pl_module.detector.head.dense0
         self.average = ModelEmaV3(layer, decay=self.decay, device=layer.weight.device)
-        self._updates = trainer.global_step
         if self._restored:
             self.average.module.load_state_dict(self._restored)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Steps before a checkpoint are counted from here on only, after `on_fit_start`."""
+        self._updates = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """One update per optimiser step, not per accumulated batch."""
@@ -66,8 +73,8 @@ class Selection(pl.Callback):
 
     Args:
         evaluate: gives the validation figures of the module as it stands; must be called by all processes.
-        metric: the figure that decides, larger is better.
-        path: where the best head goes.
+        path: where the best head goes; the figures that it was chosen by are in the file's metadata.
+        rule, max_coarse_loss: see `noctowl.selection.pick`.
         every_n_epochs: 0 = never: the last epoch is kept.
         before_training: evaluate the pretrained head too, as epoch -1; it is a reference, not a candidate.
         start: what the first epoch has to beat. The published code starts at 0, so that an epoch with a validation mAP
@@ -79,15 +86,16 @@ class Selection(pl.Callback):
         self,
         *,
         evaluate: Callable[[], dict[str, float]],
-        metric: str,
         path: Path,
+        rule: str = "published",
+        max_coarse_loss: float = 0.0,
         every_n_epochs: int = 1,
         before_training: bool = False,
         start: float = -float("inf"),
         ema: HeadEma | None = None,
     ):
-        self.evaluate, self.metric, self.path = evaluate, metric, path
-        self.every_n_epochs, self.before_training, self.best, self.ema = every_n_epochs, before_training, start, ema
+        self.evaluate, self.path, self.rule, self.max_coarse_loss = evaluate, path, rule, max_coarse_loss
+        self.every_n_epochs, self.before_training, self.start, self.ema = every_n_epochs, before_training, start, ema
         self.best_epoch: int | None = None
         self.history: list[dict[str, float]] = []
 
@@ -116,26 +124,45 @@ class Selection(pl.Callback):
             return
         figures = self.evaluate()
         self.history.append({"epoch": epoch, **figures})
-        module.report({f"val/{k}": v for k, v in figures.items()}, on_epoch=True, batch_size=1, rank_zero_only=True)
-        value = figures.get(self.metric, -float("inf"))
-        if value > self.best:
-            self.best = value
-            self._keep(trainer, module, epoch, {self.metric: value})
+        module.report({f"val/{k}": v for k, v in figures.items()}, on_epoch=True, batch_size=1, sync_dist=True)
+        best = pick(self.history, rule=self.rule, max_coarse_loss=self.max_coarse_loss, start=self.start)
+        if best == len(self.history) - 1:
+            self._keep(trainer, module, epoch, figures)
 
     def _keep(self, trainer: pl.Trainer, module: NoctOWL, epoch: int, figures: dict[str, float]) -> None:
         self.best_epoch = epoch
         if trainer.is_global_zero:
-            facts = {"epoch": str(epoch), **{k: repr(v) for k, v in figures.items()}}
+            facts = {"epoch": str(epoch), "rule": self.rule if figures else "last epoch"}
+            facts |= {name: repr(figures[name]) for name in (FINE, COARSE) if name in figures}
+            before = next((entry for entry in self.history if entry["epoch"] == -1), {})
+            facts |= {f"pretrained_{name}": repr(before[name]) for name in (FINE, COARSE) if name in before}
             save_head(module.detector, self.path, facts)
 
+    def facts(self) -> dict[str, Any]:
+        """For results.json; says so loudly where no epoch kept as much coarse knowledge as was asked for."""
+        chosen = next((entry for entry in self.history if entry["epoch"] == self.best_epoch), {})
+        before = next((entry for entry in self.history if entry["epoch"] == -1), {})
+        facts: dict[str, Any] = {"epoch": self.best_epoch, "rule": self.rule, "history": self.history}
+        if self.rule == "tradeoff" and chosen:
+            loss = before[COARSE] - chosen[COARSE]
+            facts |= {"max_coarse_loss": self.max_coarse_loss, "coarse_loss": loss}
+            if loss > self.max_coarse_loss:
+                log.warning(
+                    "no epoch lost at most %.3f coarse AP (selection.max_coarse_loss); epoch %s is kept, which lost "
+                    "least: %.3f. Consider more distillation, or a lower rate.",
+                    self.max_coarse_loss,
+                    self.best_epoch,
+                    loss,
+                )
+        return facts
+
     def state_dict(self) -> dict[str, Any]:
-        """Best value so far, for resumed runs."""
-        return {"best": self.best, "best_epoch": self.best_epoch, "history": self.history}
+        """What was found so far, for continued runs."""
+        return {"best_epoch": self.best_epoch, "history": self.history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse."""
-        self.best, self.best_epoch = state_dict["best"], state_dict["best_epoch"]
-        self.history = state_dict["history"]
+        self.best_epoch, self.history = state_dict["best_epoch"], state_dict["history"]
 
 
 class DataWait(pl.Callback):

@@ -59,6 +59,16 @@ def compose(entry: str, overrides: Sequence[str]) -> Tree:
     return tree
 
 
+def merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """Two lists of overrides as one: a key of the second takes the place of the same key of the first."""
+    later = {_key(text) for text in second}
+    return [text for text in first if _key(text) not in later] + list(second)
+
+
+def _key(override: str) -> str:
+    return override.split("=")[0].lstrip("+~")
+
+
 def jobs(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of each job of a sweep, in the order in which Hydra's basic sweeper runs them.
 

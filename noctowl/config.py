@@ -131,6 +131,7 @@ class Benchmark:
 class Trainer:
     accelerator: Literal["auto", "cpu", "gpu", "mps"]
     devices: Annotated[int, Range(ge=1)]
+    num_nodes: Annotated[int, Range(ge=1)]
     strategy: Literal["auto", "ddp"]
     precision: Literal["32-true", "bf16-mixed", "16-mixed"]
     batch_size: Annotated[int, Range(ge=1)]
@@ -157,6 +158,11 @@ class Wandb:
 
 
 @dataclass
+class Tensorboard:
+    name: Literal["tensorboard"]
+
+
+@dataclass
 class Optimizer:
     name: str
     lr: Annotated[float, Range(gt=0)]
@@ -178,6 +184,8 @@ class Ema:
 
 @dataclass
 class Selection:
+    rule: Literal["tradeoff", "published"]
+    max_coarse_loss: Annotated[float, Range(ge=0, le=1)]
     n_negatives: Annotated[int, Range(ge=1)]
     every_n_epochs: Annotated[int, Range(ge=0)]
     before_training: bool
@@ -190,7 +198,7 @@ class Common:
     features: Features
     benchmark: Benchmark
     trainer: Trainer
-    logger: Csv | Wandb
+    logger: Csv | Wandb | Tensorboard
     name: str
     seed: Annotated[int, Range(ge=0)]
     compat: Literal["published", "training", "clean"]
@@ -209,6 +217,8 @@ class TrainConfig(Common):
     selection: Selection
     test: bool
     together: bool
+    resume: str | None
+    resume_sweep: str | None
 
 
 @dataclass
@@ -245,10 +255,11 @@ def _optimizer_known(tree: Mapping[str, Any]) -> list[Problem]:
 
 def _batches_divide(tree: Mapping[str, Any]) -> list[Problem]:
     trainer = tree["trainer"]
-    step = trainer["batch_size"] * trainer["devices"]
+    processes = trainer["devices"] * trainer["num_nodes"]
+    step = trainer["batch_size"] * processes
     if trainer["effective_batch_size"] % step == 0:
         return []
-    allowed = f"a multiple of batch_size x devices = {trainer['batch_size']} x {trainer['devices']} = {step}"
+    allowed = f"a multiple of batch_size x processes = {trainer['batch_size']} x {processes} = {step}"
     return [Problem("trainer.effective_batch_size", str(trainer["effective_batch_size"]), allowed)]
 
 
@@ -262,6 +273,19 @@ def _epochs_fit(tree: Mapping[str, Any]) -> list[Problem]:
         Problem(key, str(value), f"at most {limit} with trainer.max_epochs = {epochs}")
         for key, value, limit in limits
         if value > limit
+    ]
+
+
+def _reference_exists(tree: Mapping[str, Any]) -> list[Problem]:
+    chosen = tree["selection"]
+    if chosen["rule"] != "tradeoff" or chosen["before_training"] or not chosen["every_n_epochs"]:
+        return []
+    if tree["data"]["coarse_val_file"] is None or tree["compat"] == "published":
+        return []
+    return [
+        Problem(
+            "selection.before_training", "false", "true with selection.rule=tradeoff: losses are counted from there"
+        )
     ]
 
 
@@ -299,5 +323,6 @@ TRAINING_RULES = (
     (("trainer",), _batches_divide),
     (("trainer", "selection", "schedule"), _epochs_fit),
     (("loss", "distill"), _something_trains),
+    (("selection", "data", "compat"), _reference_exists),
 )
 EVALUATION_RULES = ((("checkpoint", "predictions"), _one_source),)

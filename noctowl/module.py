@@ -14,6 +14,8 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor
 
 from noctowl.data.batch import Batch
+from noctowl.data.datamodule import DataModule
+from noctowl.data.order import Order
 from noctowl.errors import ModelError
 from noctowl.losses import LossTerms, compute_losses
 from noctowl.matcher import match
@@ -108,22 +110,35 @@ class NoctOWL(pl.LightningModule):
         """Log figures. A module that trains several heads puts its own way in this one's place."""
         self.log_dict(dict(values), **options)
 
-    def scaled_loss(self, batch: Batch, batch_idx: int, *, accumulate: int, n_batches: int) -> Tensor:
+    def scaled_loss(
+        self, batch: Batch, batch_idx: int, *, accumulate: int, n_batches: int, rank: int = 0, world_size: int = 1
+    ) -> Tensor:
         """Loss of one batch, logged, and scaled so that an incomplete last window is a mean over what it holds.
 
-        Every loss is divided by `accumulate` afterwards, also in a window that has fewer batches.
+        Every loss is divided by `accumulate` afterwards, and gradients are averaged over processes, also in a window
+        that has fewer batches. `n_batches` counts those of all processes; a process that has none left in the last
+        round repeats one (see `Order`), with weight 0.
         """
         terms, n_positive = self.losses(batch)
+        real = batch_idx * world_size + rank < n_batches
         values = {f"train/{name}": value for name, value in terms.as_dict().items()}
         values["train/positives"] = torch.tensor(n_positive / len(batch))
-        self.report(values, on_step=True, on_epoch=True, batch_size=len(batch), sync_dist=True)
-        window = min(accumulate, n_batches - batch_idx // accumulate * accumulate)
-        return terms.total * (accumulate / window)
+        self.report(values, on_step=True, on_epoch=True, batch_size=len(batch) if real else 0, sync_dist=True)
+        full = accumulate * world_size
+        window = min(full, n_batches - batch_idx // accumulate * full)
+        return terms.total * (full / window if real else 0.0)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """One batch of the one head; Lightning divides by the number of accumulated batches."""
-        accumulate, n_batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
-        return self.scaled_loss(batch, batch_idx, accumulate=accumulate, n_batches=n_batches)
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        n_batches = int(self.trainer.num_training_batches) * world_size
+        sampler = getattr(self.trainer.train_dataloader, "sampler", None)
+        if isinstance(sampler, Order):
+            n_batches = min(n_batches, sampler.batches)
+        accumulate = self.trainer.accumulate_grad_batches
+        return self.scaled_loss(
+            batch, batch_idx, accumulate=accumulate, n_batches=n_batches, rank=rank, world_size=world_size
+        )
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Logs the gradient's norm over the trainable layer, and the rate."""
@@ -165,7 +180,11 @@ class NoctOWL(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """For Lightning: the schedule is stepped per update."""
         epochs = int(self.trainer.max_epochs or 1)
-        updates = -(-int(self.trainer.estimated_stepping_batches) // epochs)
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, DataModule):  # asking the trainer would make it begin to read, before a place is restored
+            updates = -(-data.rounds(data.order()) // self.trainer.accumulate_grad_batches)
+        else:
+            updates = -(-int(self.trainer.estimated_stepping_batches) // epochs)
         optimizer, scheduler = self.make_optimizer(epochs=epochs, updates_per_epoch=updates)
         if scheduler is None:
             return optimizer

@@ -18,7 +18,7 @@ import transformers
 from pytorch_lightning.loggers import Logger
 from rich.logging import RichHandler
 
-from noctowl import compose, runfolder, training
+from noctowl import checkpoint, compose, resume, runfolder, training
 from noctowl.assembly import (
     Preparation,
     Prepared,
@@ -30,6 +30,7 @@ from noctowl.assembly import (
     work_of,
 )
 from noctowl.callbacks import HeadEma, Selection
+from noctowl.checkpoint import SameEverywhere
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_annotations, find_benchmarks, find_file
 from noctowl.errors import DataError, NoctowlError
@@ -38,6 +39,8 @@ from noctowl.eval.lvis import read_lvis
 from noctowl.eval.outcome import Outcome, load_lengths
 from noctowl.eval.suite import score_all
 from noctowl.export import export, load_head
+from noctowl.launch import check_processes
+from noctowl.loggers import finish_wandb, make_loggers
 from noctowl.module import NoctOWL
 from noctowl.outputs import announce, finish, provenance_of, write_results
 from noctowl.together import ForHead, SplitLogger, Together
@@ -80,10 +83,11 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
             except NoctowlError as error:
                 failed.append(str(error))
 
-    try:
-        compose.dispatch(entry, sys.argv[1:] if argv is None else argv, task)
-    except NoctowlError as error:
-        failed.append(str(error))
+    with checkpoint.stoppable():
+        try:
+            compose.dispatch(entry, sys.argv[1:] if argv is None else argv, task)
+        except NoctowlError as error:
+            failed.append(str(error))
     for message in failed:
         print(f"error: {message}", file=sys.stderr)
     return 2 if failed else 0
@@ -122,15 +126,24 @@ def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation
 
     `preparation` is handed on from run to run by a sweep, so that what is frozen is computed once.
     """
+    stopped = resume.find(tree["resume"], overrides) if tree["resume"] is not None else None
+    if stopped is not None:
+        tree, overrides = stopped.tree, stopped.overrides
+    check_processes(tree["trainer"]["devices"], tree["trainer"]["num_nodes"])
     pl.seed_everything(tree["seed"], workers=True, verbose=False)
-    folder = runfolder.create_run_folder(tree["output_dir"], tree["name"], tree["run_dir"])
+    if stopped is not None:
+        folder = stopped.folder
+    else:
+        folder = runfolder.create_run_folder(tree["output_dir"], tree["name"], tree["run_dir"])
     os.environ[runfolder.RUN_DIR_VARIABLE] = str(folder)
     try:
         if runfolder.process_rank() == 0:
+            if stopped is not None:
+                resume.clear(folder)
             runfolder.write_settings(folder, tree, list(overrides))
         ready = (preparation or Preparation())(tree)
         log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.frozen.reason)
-        job = _begin(tree, folder, ready)
+        job = _begin(tree, folder, ready, kept=stopped.rows if stopped else None)
         lightning = training.fit(
             job.module,
             ready.data,
@@ -138,12 +151,13 @@ def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation
             loggers=job.loggers,
             trainer=tree["trainer"],
             seed=tree["seed"],
-            callbacks=job.callbacks,
+            callbacks=[SameEverywhere(runfolder.fingerprint(tree)), *job.callbacks],
+            checkpoint=stopped.checkpoint if stopped else None,
         )
         return _complete(job, lightning.global_step)
     finally:
         os.environ.pop(runfolder.RUN_DIR_VARIABLE, None)
-        training.finish_wandb()
+        finish_wandb(failed=sys.exc_info()[0] is not None)
 
 
 def train_together(sweep: Sequence[compose.Job], *, preparation: Preparation) -> tuple[list[Tree], list[str]]:
@@ -179,11 +193,13 @@ def train_together(sweep: Sequence[compose.Job], *, preparation: Preparation) ->
                 results.append(_complete(job, module.updates))
             except NoctowlError as error:
                 failed.append(f"{job.folder}: {error}")
-    training.finish_wandb()
+    finish_wandb()
     return results, failed
 
 
-def _begin(tree: Tree, folder: Path, ready: Prepared) -> Job:
+def _begin(
+    tree: Tree, folder: Path, ready: Prepared, *, kept: list[dict[str, str]] | None = None, group: str | None = None
+) -> Job:
     ema = HeadEma(tree["ema"]["decay"]) if tree["ema"]["decay"] is not None else None
     module = NoctOWL(
         detector=ready.detector,
@@ -194,7 +210,8 @@ def _begin(tree: Tree, folder: Path, ready: Prepared) -> Job:
         coarse_queries=ready.queries if tree["distill"]["name"] != "none" else None,
         compat=tree["compat"] != "clean",
     )
-    loggers = training.make_loggers(folder, tree["logger"], name=f"{tree['name']}/{folder.name}", config=tree)
+    name = f"{tree['name']}/{folder.name}"
+    loggers = make_loggers(folder, tree["logger"], name=name, config=tree, kept=kept, group=group)
     return Job(tree, folder, ready, module, _selection(tree, ready, folder, ema), ema, loggers)
 
 
@@ -209,7 +226,7 @@ def _complete(job: Job, steps: int) -> Tree:
     load_head(ready.detector.to(ready.device), selection.path)
     facts = {
         "training": ready.data.counts,
-        "selection": {"epoch": selection.best_epoch, "metric": selection.metric, "history": selection.history},
+        "selection": selection.facts(),
         "steps": steps,
         "features": ready.frozen.reason,
         "coarse_names": {
@@ -241,13 +258,28 @@ def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None) -
 
     return Selection(
         evaluate=evaluate_epoch,
-        metric="map",
+        rule=_rule(tree),
+        max_coarse_loss=tree["selection"]["max_coarse_loss"],
         path=folder / "checkpoints" / "best.safetensors",
         every_n_epochs=tree["selection"]["every_n_epochs"],
         before_training=tree["selection"]["before_training"],
         start=0.0 if tree["compat"] == "published" else -float("inf"),
         ema=ema,
     )
+
+
+def _rule(tree: Tree) -> str:
+    """selection.rule, or the published one where no coarse knowledge is measured, and for compat=published."""
+    rule = str(tree["selection"]["rule"])
+    if rule == "tradeoff" and tree["compat"] == "published":
+        return "published"
+    if rule == "tradeoff" and tree["data"]["coarse_val_file"] is None:
+        log.warning(
+            "selection.rule=tradeoff needs data.coarse_val_file (an LVIS-format json), which is null: the epoch is "
+            "chosen by validation mAP alone, whatever coarse knowledge it loses"
+        )
+        return "published"
+    return rule
 
 
 def _test(tree: Tree, ready: Prepared, folder: Path, facts: Tree, *, write: bool) -> Tree:

@@ -3,6 +3,7 @@
 <run>/ config.yaml  overrides.yaml  env.txt  metrics.csv  results.json  predictions/  checkpoints/  export/
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -118,6 +119,11 @@ def write_settings(folder: Path, tree: Mapping[str, Any], overrides: list[str]) 
     write_text(folder / "env.txt", "\n".join([*head, "", *installed]) + "\n")
 
 
+def fingerprint(tree: Mapping[str, Any]) -> str:
+    """sha256 of a configuration."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
 def git_state() -> list[str]:
     """Commit of the checkout that the code runs from, and whether it was changed; nothing outside a checkout."""
     here = Path(__file__).parent.parent
@@ -164,6 +170,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise DataError(f"{path}: a mapping of settings is needed, found {type(tree).__name__}")
     return tree
+
+
+def read_overrides(folder: Path) -> list[str]:
+    """overrides.yaml of a run. Raises DataError if it is absent or not a list of words."""
+    path = folder / "overrides.yaml"
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not readable ({error}): {folder} is not a run folder, or it is damaged") from error
+    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        raise DataError(f"{path}: a list of overrides is needed")
+    return found
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -4,8 +4,6 @@
 """
 
 import json
-import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -15,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
-from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
+from pytorch_lightning.callbacks import RichProgressBar
+from pytorch_lightning.loggers import Logger
 
 from noctowl.callbacks import DataWait
+from noctowl.checkpoint import Checkpoint
 from noctowl.data.datamodule import DataModule, TrainingSet
 from noctowl.data.fgovd import Short, processable, read_fgovd
 from noctowl.errors import DataError
@@ -27,8 +26,6 @@ from noctowl.model import OwlDetector
 from noctowl.module import NoctOWL
 from noctowl.store import FeatureStore, build
 from noctowl.text import class_prompt
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,38 +103,6 @@ def training_data(
     return TrainingData(dataset, counts)
 
 
-def make_loggers(folder: Path, settings: Mapping[str, Any], *, name: str, config: Mapping[str, Any]) -> list[Logger]:
-    """metrics.csv in the run folder always; Weights & Biases where asked for, offline without a key."""
-    loggers: list[Logger] = [CSVLogger(str(folder), name="", version="", flush_logs_every_n_steps=20)]
-    if settings["name"] == "wandb":
-        import os
-
-        offline = not os.environ.get("WANDB_API_KEY")
-        if offline:
-            log.warning(
-                "no WANDB_API_KEY: W&B writes offline; upload later with `wandb sync %s/wandb/offline-*`", folder
-            )
-        wandb = WandbLogger(
-            project=settings["project"],
-            entity=settings["entity"],
-            group=settings["group"],
-            tags=settings["tags"],
-            name=name,
-            save_dir=str(folder),
-            offline=offline,
-            config=dict(config),
-        )
-        loggers.append(wandb)
-    return loggers
-
-
-def finish_wandb() -> None:
-    """Ends the Weights & Biases run that is open, if any: the next job of a sweep would write into it."""
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
-        wandb.finish()
-
-
 def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
     """Unit embeddings [K, D] of the prompts of coarse names."""
     rows = bank.prompt_rows([class_prompt(name) for name in names])  # before `embeddings` is read, which it adds to
@@ -197,20 +162,23 @@ def fit(
     trainer: Mapping[str, Any],
     seed: int,
     callbacks: Sequence[pl.Callback],
+    checkpoint: Path | None = None,
 ) -> pl.Trainer:
     """Train one head (`NoctOWL`) or several at once (`Together`, which accumulates by itself and keeps no last.ckpt).
 
     Args:
-        trainer: accelerator, devices, strategy, precision, batch_size, effective_batch_size, max_epochs, num_workers,
-            log_every_n_steps, limit_train_batches, progress.
+        trainer: accelerator, devices, num_nodes, strategy, precision, batch_size, effective_batch_size, max_epochs,
+            num_workers, log_every_n_steps, limit_train_batches, progress.
+        checkpoint: continue from here.
     """
     single = isinstance(module, NoctOWL)
     every: list[pl.Callback] = [DataWait(), *callbacks]
-    every += [ModelCheckpoint(dirpath=folder / "checkpoints", filename="last", save_top_k=1)] if single else []
+    every += [Checkpoint(folder / "checkpoints" / "last.ckpt")] if single else []
     every += [RichProgressBar()] if trainer["progress"] else []
     lightning = pl.Trainer(
         accelerator=trainer["accelerator"],
         devices=trainer["devices"],
+        num_nodes=trainer["num_nodes"],
         strategy=trainer["strategy"],
         precision=trainer["precision"],
         max_epochs=trainer["max_epochs"],
@@ -218,8 +186,9 @@ def fit(
         log_every_n_steps=trainer["log_every_n_steps"],
         limit_train_batches=trainer["limit_train_batches"],
         enable_progress_bar=trainer["progress"],
-        enable_checkpointing=single,
+        enable_checkpointing=False,  # `Checkpoint` is the project's own
         enable_model_summary=False,
+        use_distributed_sampler=False,  # `Order` shares the data out
         logger=loggers,
         callbacks=every,
         default_root_dir=str(folder),
@@ -227,10 +196,11 @@ def fit(
     datamodule = DataModule(
         data.dataset, batch_size=trainer["batch_size"], num_workers=trainer["num_workers"], seed=seed
     )
-    lightning.fit(module, datamodule=datamodule)
+    lightning.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
     return lightning
 
 
 def accumulation(trainer: Mapping[str, Any]) -> int:
-    """Batches per optimiser step."""
-    return int(trainer["effective_batch_size"] // (trainer["batch_size"] * trainer["devices"]))
+    """Batches per optimiser step of each process."""
+    processes = trainer["devices"] * trainer["num_nodes"]
+    return int(trainer["effective_batch_size"] // (trainer["batch_size"] * processes))

@@ -71,7 +71,7 @@ def test_the_average_survives_a_checkpoint(fresh_detector, tmp_path):
 def select(fresh_detector, path, figures, *, epochs=4, ema=None, **options):
     """Runs `epochs` epochs whose validation gives `figures` one after the other."""
     series, weights, module = iter(figures), Weights(), make_module(fresh_detector())
-    selection = Selection(evaluate=lambda: {"map": next(series)}, metric="map", path=path, ema=ema, **options)
+    selection = Selection(evaluate=lambda: {"map": next(series)}, path=path, ema=ema, **options)
     fit(module, make_batches(2), *([ema] if ema else []), selection, weights, max_epochs=epochs)
     return selection, weights, module
 
@@ -85,7 +85,7 @@ def kept_head(path, fresh_detector):
 def test_the_best_epoch_is_kept(fresh_detector, tmp_path):
     path = tmp_path / "checkpoints" / "best.safetensors"
     selection, weights, _ = select(fresh_detector, path, [0.1, 0.3, 0.3, 0.2])
-    assert (selection.best, selection.best_epoch) == (0.3, 1)  # the earlier one of two equal epochs
+    assert selection.best_epoch == 1  # the earlier one of two equal epochs
     assert [entry["map"] for entry in selection.history] == [0.1, 0.3, 0.3, 0.2]
     assert [entry["epoch"] for entry in selection.history] == [0, 1, 2, 3]
     found = kept_head(path, fresh_detector)
@@ -128,9 +128,9 @@ def test_the_average_is_what_is_kept(fresh_detector, tmp_path):
 
 def test_selection_state_goes_into_a_checkpoint(fresh_detector, tmp_path):
     selection, _, _ = select(fresh_detector, tmp_path / "best", [0.1, 0.3], epochs=2)
-    other = Selection(evaluate=dict, metric="map", path=tmp_path / "best")
+    other = Selection(evaluate=dict, path=tmp_path / "best")
     other.load_state_dict(selection.state_dict())
-    assert (other.best, other.best_epoch, other.history) == (0.3, 1, selection.history)
+    assert (other.best_epoch, other.history) == (1, selection.history)
 
 
 def test_waiting_for_data_is_measured(fresh_detector, monkeypatch):

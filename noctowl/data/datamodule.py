@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from noctowl.boxes import Frame, to_frame
 from noctowl.data.batch import Batch, Item, collate
 from noctowl.data.loading import make_loader
+from noctowl.data.order import Order
 from noctowl.data.records import Annotations
 from noctowl.features import ImageSet, Stored
 
@@ -66,7 +67,7 @@ class TrainingSet(Dataset[Item]):
 
 
 class DataModule(pl.LightningDataModule):
-    """The training loader: shuffled by a seed of its own, the last incomplete batch kept."""
+    """The training loader: shuffled by (seed, epoch), shared out between processes, the last incomplete batch kept."""
 
     def __init__(self, dataset: TrainingSet, *, batch_size: int, num_workers: int, seed: int, pin_memory: bool = False):
         super().__init__()
@@ -75,15 +76,36 @@ class DataModule(pl.LightningDataModule):
         self.num_workers = num_workers if dataset.stored is None else 0
         self.pin_memory = pin_memory
 
+    def order(self) -> Order:
+        """What this process sees from here on: a continued run begins where its checkpoint stopped."""
+        if self.trainer is None:
+            return Order(len(self.dataset), batch_size=self.batch_size, seed=self.seed)
+        order = Order(
+            len(self.dataset),
+            batch_size=self.batch_size,
+            seed=self.seed,
+            rank=self.trainer.global_rank,
+            world_size=self.trainer.world_size,
+        )
+        loop = self.trainer.fit_loop
+        done = loop.epoch_loop.batch_progress.current.ready  # all of them where the checkpoint ended an epoch
+        epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        order.continue_at(epoch, done if done < self.rounds(order) else 0)
+        return order
+
+    def rounds(self, order: Order) -> int:
+        """Batches of this process in an epoch."""
+        limit = self.trainer.limit_train_batches if self.trainer is not None else None
+        return min(order.rounds, limit) if isinstance(limit, int) else order.rounds
+
     def train_dataloader(self) -> DataLoader[Batch]:
         """Batches of `batch_size` vocabularies (per process)."""
         return make_loader(
             self.dataset,
             batch_size=self.batch_size,
-            shuffle=True,
+            sampler=self.order(),
             num_workers=self.num_workers,
             collate_fn=collate,
-            generator=torch.Generator().manual_seed(self.seed),
             pin_memory=self.pin_memory,
             persistent_workers=self.num_workers > 0,
         )

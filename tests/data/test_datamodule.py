@@ -92,7 +92,11 @@ def test_stored_features_take_the_place_of_pixels(fresh_detector, root):
 
 def order(dataset: TrainingSet, seed: int, epochs: int = 2) -> list[list[tuple[int, int]]]:
     loader = DataModule(dataset, batch_size=2, num_workers=0, seed=seed).train_dataloader()
-    return [[key for batch in loader for key in batch.keys] for _ in range(epochs)]
+    found = []
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)  # as Lightning does
+        found.append([key for batch in loader for key in batch.keys])
+    return found
 
 
 def test_order_hangs_on_the_seed_alone(fresh_detector, root):

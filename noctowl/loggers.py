@@ -1,0 +1,157 @@
+"""Where figures go: metrics.csv always; Weights & Biases or TensorBoard beside it where asked for."""
+
+import csv
+import io
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from noctowl.errors import ConfigError
+from noctowl.runfolder import process_rank, write_text
+
+log = logging.getLogger(__name__)
+WANDB_ID = "wandb_id.txt"  # in the run folder: a continued run writes into the same W&B run
+FIRST = ("epoch", "step")
+
+
+class MetricsCsv(Logger):
+    """metrics.csv: a row per call, appended at once; a new column rewrites the file, whole or not at all.
+
+    Args:
+        path: the file.
+        rows: those that a continued run keeps of it; None for a new run.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[Mapping[str, str]] | None = None):
+        super().__init__()
+        self.path = path
+        self.rows = [dict(row) for row in rows or ()]
+        self.columns: list[str] = []
+        if self.rows and process_rank() == 0:
+            self._rewrite()
+
+    @property
+    def name(self) -> str:
+        """Lightning asks for one."""
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        """Lightning asks for one."""
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """The run folder has its own config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append a row."""
+        row = {name: str(float(value)) if name != "epoch" else str(int(value)) for name, value in metrics.items()}
+        row["step"] = "" if step is None else str(step)
+        self.rows.append(row)
+        if set(row) <= set(self.columns):
+            with self.path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, self.columns).writerow(row)
+        else:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        names = {name for row in self.rows for name in row}
+        self.columns = [*FIRST, *sorted(names - set(FIRST))]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns)
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(self.path, text.getvalue())
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a metrics.csv without their empty cells; a last row that was cut off by a kill is left out."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    return [{k: v for k, v in row.items() if v} for row in csv.DictReader(io.StringIO(complete, newline=""))]
+
+
+def make_loggers(
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    name: str,
+    config: Mapping[str, Any],
+    kept: Sequence[Mapping[str, str]] | None = None,
+    group: str | None = None,
+) -> list[Logger]:
+    """metrics.csv in the run folder, and the logger that was asked for.
+
+    Args:
+        settings: name ("csv", "wandb", "tensorboard") and, for W&B, project, entity, group, tags.
+        name: readable and unique.
+        config: of the run; becomes flat in W&B.
+        kept: rows of metrics.csv that a continued run keeps.
+        group: of the sweep that the run belongs to; where W&B's group is not given.
+    """
+    loggers: list[Logger] = [MetricsCsv(folder / "metrics.csv", kept)]
+    if settings["name"] == "wandb":
+        loggers.append(_wandb(folder, settings, name=name, config=config, group=group))
+    if settings["name"] == "tensorboard":
+        try:
+            loggers.append(TensorBoardLogger(str(folder), name="", version="tensorboard"))
+        except ModuleNotFoundError as error:
+            raise ConfigError("logger=tensorboard needs a package: pip install 'noctowl[tensorboard]'") from error
+    return loggers
+
+
+def _wandb(
+    folder: Path, settings: Mapping[str, Any], *, name: str, config: Mapping[str, Any], group: str | None
+) -> WandbLogger:
+    offline = not os.environ.get("WANDB_API_KEY")
+    if offline:
+        log.warning("no WANDB_API_KEY: W&B writes offline; upload later with `wandb sync %s/wandb/offline-*`", folder)
+    file = folder / WANDB_ID
+    logger = WandbLogger(
+        project=settings["project"],
+        entity=settings["entity"],
+        group=settings["group"] or group or str(config["name"]),
+        tags=settings["tags"],
+        job_type="train",
+        name=name,
+        id=file.read_text(encoding="utf-8").strip() if file.is_file() else None,
+        resume="allow",
+        save_dir=str(folder),
+        offline=offline,
+        config=flat(config),
+    )
+    return logger
+
+
+def define_metrics(logger: WandbLogger) -> None:
+    """Best values go into the summary; nothing is ever logged at a step of its own, the axis is Lightning's counter."""
+    run = logger.experiment
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    for pattern, best in (("val/*", "max"), ("train/*_epoch", "last"), ("test/*", "last")):
+        run.define_metric(pattern, step_metric="trainer/global_step", summary=best)
+
+
+def flat(tree: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found.update(flat(value, f"{start}{key}.") if isinstance(value, Mapping) else {f"{start}{key}": value})
+    return found
+
+
+def finish_wandb(*, failed: bool = False) -> None:
+    """Ends the Weights & Biases run that is open, if any: the next job of a sweep would write into it."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish(exit_code=1 if failed else 0)
