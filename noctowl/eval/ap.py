@@ -49,10 +49,18 @@ class GroundTruth:
     area: Float[ndarray, "G"]  # decides small, medium, large; of the box or of the mask, as the benchmark says
     crowd: Bool[ndarray, "G"] | None = None  # ignored regions that any number of detections may fall into
 
+    def take(self, rows: ndarray) -> "GroundTruth":
+        """A selection, by mask or by index."""
+        crowd = None if self.crowd is None else self.crowd[rows]
+        return GroundTruth(self.image[rows], self.label[rows], self.boxes[rows], self.area[rows], crowd)
+
 
 @dataclass(frozen=True)
 class Federated:
-    """LVIS: which classes were looked for in which image. Rows are (image, class)."""
+    """LVIS: which classes were looked for in which image. Rows are (image, class).
+
+    With it, detections and objects without area take no part, as in the LVIS API (after the cut of an image).
+    """
 
     negative: Int[ndarray, "J 2"]  # class verified absent; without this or ground truth its detections are dropped
     not_exhaustive: Int[ndarray, "J 2"]  # not all objects marked: an unmatched detection is ignored
@@ -177,10 +185,14 @@ def prepare(
     det, gt = detections, ground_truth
     _check("detections", det.image, det.label, det.boxes, det.scores)
     _check("ground truth", gt.image, gt.label, gt.boxes, gt.area)
+    if federated is not None:
+        gt = gt.take(gt.area > 0)
     classes, gt_class = np.unique(gt.label, return_inverse=True)
     keep = np.arange(len(det.scores))
     if max_per_image is not None:
         keep = _best_of_each(det.image, det.scores, max_per_image)
+    if federated is not None:
+        keep = keep[(det.boxes[keep, 2:] > det.boxes[keep, :2]).all(1)]
     det_class = np.searchsorted(classes, det.label[keep])
     known = np.append(classes, 0)[det_class] == det.label[keep]
     known &= det_class < len(classes)

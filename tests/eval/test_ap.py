@@ -218,6 +218,7 @@ def federated_ap(det, gt, federated, limit):
     present = set(zip(gt.image.tolist(), gt.label.tolist()))
     ranked = sorted(range(len(det.scores)), key=lambda d: -det.scores[d])
     ranked = [d for p, d in enumerate(ranked) if sum(det.image[e] == det.image[d] for e in ranked[:p]) < limit]
+    ranked = [d for d in ranked if (det.boxes[d, 2:] > det.boxes[d, :2]).all()]
     values = []
     for label in np.unique(gt.label):
         mine = sorted((d for d in ranked if det.label[d] == label), key=lambda d: (-det.scores[d], det.image[d]))
@@ -256,6 +257,16 @@ def test_federated_rules_on_random_problems(seed, limit, tied):
         detections=det, ground_truth=gt, federated=federated, max_detections=(300,), max_per_image=limit
     )
     assert scores.mean_ap() == pytest.approx(federated_ap(det, gt, federated, limit), abs=1e-12)
+
+
+def test_without_area_there_is_nothing_to_find_in_lvis():
+    """Neither the object nor the detection counts; COCO counts both."""
+    gt = objects((0, 1, box(0)), (0, 2, [5, 5, 5, 50]))
+    det = detections((0, 1, [9, 9, 9, 50], 0.9), (0, 1, box(0), 0.5))
+    none = np.zeros((0, 2), np.int64)
+    federated = score_boxes(detections=det, ground_truth=gt, federated=Federated(none, none))
+    assert federated.per_class() == {1: ONE}
+    assert score_boxes(detections=det, ground_truth=gt).per_class() == {1: pytest.approx(0.5), 2: 0.0}
 
 
 def test_limit_per_image_goes_over_classes():
