@@ -106,8 +106,8 @@ def main() -> int:
         text = "\n".join(lines)
         write_section(
             "sweep_cost",
-            f"## A sweep of twelve runs\n\n`python bench/sweep_cost.py --side {options.side}`; 20 epochs each, CPU time of one thread. Gate "
-            f"{GATE}x, goal {GOAL}x.\nLive figures are one epoch of two of the runs, times 240.\n\n{text}",
+            f"## A sweep of twelve runs\n\n`python bench/sweep_cost.py --side {options.side}`; 20 epochs each, CPU time "
+            f"of one thread. Gate {GATE}x, goal {GOAL}x.\nLive figures are one epoch of two of the runs, times 240.\n\n{text}",
         )
     return common.finish(result)
 

@@ -82,8 +82,8 @@ HEAD = [
 ]
 PROJECTED = (
     "From one image forward ({backbone:.1f} s), the captions of an item ({text:.2f} s) and a head step ({head:.3f} s "
-    "an item) at 960 px: {expected:.1f}x of at most {limit:.1f}x, {share:.0f} %; a sweep of twelve runs {sweep:.0f}x of "
-    "{sweep_limit:.0f}x."
+    "an item) at 960 px: {expected:.1f}x of at most {limit:.1f}x, {share:.0f} %; a sweep of twelve runs {sweep:.0f}x "
+    "of {sweep_limit:.0f}x."
 )
 
 
