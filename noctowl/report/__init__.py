@@ -111,7 +111,7 @@ def _evidence(groups: Sequence[Sequence[Run]], runs: Sequence[Run]) -> Section:
     for i, run in enumerate(runs[:SHOWN_RUNS]):
         png = graphs.confusion_maps(run, ("color", "material", "pattern", "transparency"))
         if png is not None:
-            text = f"{run.label}: what is taken for what; percent of the times that the substitution was offered"
+            text = f"{run.label}: what (down) is taken for what (across); percent of the times offered"
             section.parts.append(Plot(f"confusion-{i + 1}", text, png))
     return section
 

@@ -37,6 +37,8 @@ def comparisons(runs: Sequence[Run], tail: str = "") -> tuple[Table | None, list
     The p-values are corrected over the whole table (Holm).
     """
     groups = configurations(runs)
+    if len(groups) < 2:  # one configuration: how its seeds differ from each other
+        groups = {run.label: [run] for run in runs}
     if len(groups) < 2:
         return None, []
     rows: list[dict] = []

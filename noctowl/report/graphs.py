@@ -113,7 +113,8 @@ def n_curves(runs: Sequence[Run]) -> bytes | None:
                     alpha=0.15,
                     lw=0,
                 )
-        axes.set(title=b, xlabel="negatives N", ylabel="mAP (%)", ylim=(0, None), xticks=sorted(numbers))
+        axes.set_title(b, fontsize=8)
+        axes.set(xlabel="negatives N", ylabel="mAP (%)", ylim=(0, None), xticks=sorted(numbers))
     return _png(canvas, panels[0])
 
 
@@ -122,6 +123,7 @@ def bars(runs: Sequence[Run], kind: str) -> bytes | None:
     order = list(LENGTHS) if kind == "words" else list(SIZES)
     runs = [run for run in runs if run.evidence][:MOST_RUNS]
     cases = [(b, n) for b, n in _largest(runs) if any(_groups(run, b, n, kind) for run in runs)]
+    order = [name for name in order if any(name in _groups(run, *case, kind) for run in runs for case in cases)]
     if not cases:
         return None
     canvas, (axes,) = _canvas(1, width=9.0, height=2.8)
@@ -198,7 +200,7 @@ def confusion_maps(run: Run, kinds: Sequence[str]) -> bytes | None:
     canvas, panels = _canvas(len(known), height=2.9)
     for axes, (kind, (values, shares)) in zip(panels, known.items()):
         image = axes.imshow(shares, cmap=BELIEF, vmin=0, aspect="auto")
-        axes.set(title=f"{kind}: true (down), said (across)")
+        axes.set_title(kind, fontsize=8)
         axes.set_xticks(range(len(values)), values, rotation=90, fontsize=6)
         axes.set_yticks(range(len(values)), values, fontsize=6)
         axes.grid(False)
