@@ -277,7 +277,10 @@ def conventions_of(tree: Tree) -> Tree:
 
 
 def asked_of(tree: Tree, annotations: Path) -> Asked:
-    """Controls and intervals that stand beside the figures. Raises DataError for caption files that are not there."""
+    """Controls and intervals that stand beside the figures; their seed is the same for all runs, so that they compare.
+
+    Raises DataError for caption files that are not there.
+    """
     chosen = tree["benchmark"]
     files = [read_fgovd(find_file(annotations, name)) for name in chosen["control_captions"] or ()]
     return Asked(
@@ -285,7 +288,6 @@ def asked_of(tree: Tree, annotations: Path) -> Asked:
         intervals=chosen["intervals"],
         coarse_intervals=chosen["coarse_intervals"],
         train=concatenate([text_sets(file) for file in files]) if files else None,
-        seed=tree["seed"],
     )
 
 
