@@ -20,6 +20,10 @@ from training_cost import EPOCHS
 
 GATE, GOAL = 60, 120
 RUNS = list(itertools.product(("triplet", "cross_entropy", "bce"), ("none", "mse"), (3e-5, 3e-6)))  # loss, distill, lr
+MISSED = (
+    "The heads' steps are what remains, and four fifths of them are the two matrix products W x and dL/dW, which an exact "
+    "step cannot do without."
+)
 LIVE = (1, 6)  # indices of the runs whose live epoch is timed
 
 
@@ -106,8 +110,9 @@ def main() -> int:
         text = "\n".join(lines)
         write_section(
             "sweep_cost",
-            f"## A sweep of twelve runs\n\n`python bench/sweep_cost.py --side {options.side}`; 20 epochs each, CPU time "
-            f"of one thread. Gate {GATE}x, goal {GOAL}x.\nLive figures are one epoch of two of the runs, times 240.\n\n{text}",
+            f"## A sweep of twelve runs\n\n`python bench/sweep_cost.py --side {options.side}`; 20 epochs each, CPU "
+            f"time of one thread. Gate {GATE}x, goal {GOAL}x.\nLive figures are one epoch of two of the runs, times 240. "
+            f"{MISSED}\n\n{text}",
         )
     return common.finish(result)
 
