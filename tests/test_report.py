@@ -236,6 +236,18 @@ def test_a_run_without_figures(make_run):
     assert "there are no figures" in text
 
 
+def test_one_image(make_run, fgovd, write_fgovd):
+    """Intervals are points, nothing can be told apart, and the page says why."""
+    fgovd["annotations"] = [a for a in fgovd["annotations"] if a["image_id"] == 7]
+    fgovd["images"] = [image for image in fgovd["images"] if image["id"] == 7]
+    write_fgovd(fgovd)
+    report = build_report(load_runs([make_run("right", n=(1,), lead=9.0), make_run("wrong", n=(1,), lead=-9.0)]))
+    tables = {table.key: table for table in report.tables()}
+    assert [str(row[1]) for row in tables["headline"].rows] == ["100.0 (100.0–100.0)", "0.0 (0.0–0.0)"]
+    assert {row[8].value for row in tables["comparison"].rows} == {1.0}  # p: one coin
+    assert any("few images (hard N=1 1)" in text for text in report.warnings)
+
+
 def test_all_scores_equal(make_run, monkeypatch):
     """A constant detector: every figure is drawn, none is NaN."""
 

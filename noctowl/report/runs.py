@@ -25,6 +25,7 @@ PUBLISHED_OBJECTS = {
 }
 LVIS_CLASSES, LVIS_IMAGES = 1203, 19809  # LVIS v1 val
 SIDES = {"owlvit-base": 768, "owlvit-large": 840, "owlv2-base": 960, "owlv2-large": 1008}  # of the published models
+FEW = 20  # images below which a bootstrap over them is not to be trusted
 PUBLISHED_N = {"pattern": 2, "transparency": 2, "color": 2, "material": 2}  # 5 for the others
 
 
@@ -142,6 +143,10 @@ def warnings_of(run: Run):
             fewer.append(f"{b} {found} of {published}")
     if fewer:
         yield f"fewer objects than in the published set: {', '.join(fewer)}"
+    few = {f"{b} N={n}": counts.get(f"fgovd/{b}", {}).get(f"n{n}", {}).get("images", FEW) for b, n in run.cases}
+    if any(images < FEW for images in few.values()):
+        found = ", ".join(f"{name} {images}" for name, images in few.items() if images < FEW)
+        yield f"few images ({found}): intervals over so few are too narrow"
     strange = [f"{b} N={n}" for b, n in run.cases if n != PUBLISHED_N.get(b, 5)]
     if strange and not all((b, PUBLISHED_N.get(b, 5)) in run.cases for b in benchmarks):
         yield f"other numbers of negatives than in the published tables: {', '.join(strange)}"

@@ -176,7 +176,8 @@ def controls(runs: Sequence[Run], tail: str = "") -> Table | None:
             cells = [figure(run, f"{base}/{name}/top1") for name in names]
             if any(cells):
                 rows.append((run.label, b, n, figure(run, f"{base}/visual_gain"), *cells))
-    return _table(f"controls{tail}", "Controls and visual gain", ("run", "benchmark", "N", "visual gain", *names), rows)
+    columns = ("run", "benchmark", "N", "visual gain", *names)
+    return _table(f"controls{tail}", "Controls and visual gain", columns, rows, CONTROL_NOTE)
 
 
 def oracle_maps(runs: Sequence[Run], tail: str = "") -> Table | None:
@@ -229,7 +230,10 @@ def pearson(runs: Sequence[Run], tail: str = "") -> Table | None:
         if length:
             r = length["pearson"]
             rows.append((run.label, b, n, None if r is None else Figure(r, None, 1, 3), length["objects"]))
-    return _table(f"pearson{tail}", "Words and rank: Pearson's r", ("run", "benchmark", "N", "r", "objects"), rows)
+    note = "Of the positive caption's words and the object's rank; absent where one of them is constant."
+    return _table(
+        f"pearson{tail}", "Words and rank: Pearson's r", ("run", "benchmark", "N", "r", "objects"), rows, note
+    )
 
 
 def confusion(run: Run, kind: str) -> dict[str, dict[str, tuple[int, int]]]:
@@ -301,7 +305,7 @@ def _tables(runs: Sequence[Run]):
             yield run, b, n, run.evidence.get(b, {}).get(f"n{n}", {})
 
 
-def _table(key: str, title: str, columns: tuple[str, ...], rows: list, note: str = CONTROL_NOTE) -> Table | None:
+def _table(key: str, title: str, columns: tuple[str, ...], rows: list, note: str) -> Table | None:
     """None where there is no row; columns without a single value are left out."""
     if not rows:
         return None
