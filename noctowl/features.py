@@ -72,9 +72,12 @@ class TextBank:
         kept = tokens.kept.numpy()
         fresh = torch.zeros(len(texts), self.embeddings.shape[1])
         todo = np.flatnonzero(kept)
+        todo = todo[np.argsort(tokens.lengths.numpy()[todo], kind="stable")]  # like lengths together: less padding
         for start in range(0, len(todo), self.batch_size):
             chunk = torch.from_numpy(todo[start : start + self.batch_size])
-            ids, mask = tokens.input_ids[chunk].to(self.device), tokens.attention_mask[chunk].to(self.device)
+            longest = int(tokens.attention_mask[chunk].sum(1).max())
+            ids = tokens.input_ids[chunk, :longest].to(self.device)
+            mask = tokens.attention_mask[chunk, :longest].to(self.device)
             fresh[chunk] = self.detector.encode_text(ids, mask).float().cpu()  # [chunk, D]
         self.forwards += len(todo)
         first = len(self.embeddings)
