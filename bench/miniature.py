@@ -37,6 +37,7 @@ from noctowl.eval.predictions import Predictions
 from noctowl.pictures import contact_sheet, panel, samples
 from noctowl.plots import Point, tradeoff
 from noctowl.run import evaluate, train_together
+from noctowl.selection import pick
 
 FINE, COARSE, RARE = "fgovd/hard/n5/map", "lvis/ap", "lvis/ap_rare"
 COLUMNS = {
@@ -57,7 +58,8 @@ Run = dict[str, Any]
 
 def job(out: Path, *overrides: str, test: bool) -> Job:
     """A training run as a configuration."""
-    words = [f"output_dir={out}", "trainer=cpu", "trainer.progress=false", f"test={str(test).lower()}", *overrides]
+    words = [f"output_dir={out}", "trainer=cpu", "trainer.progress=false", "selection.rule=published"]
+    words += [f"test={str(test).lower()}", *overrides]
     return compose("train", words), words
 
 
@@ -77,11 +79,12 @@ def validation(run: Run) -> tuple[float, float, float]:
 
 def choose(runs: dict[str, Run]) -> str:
     """The distillation that the validation files choose (rule: head of this file)."""
-    figures = {name: validation(run) for name, run in runs.items()}
-    keeps = {name: fine for name, (fine, coarse, before) in figures.items() if before - coarse <= ALLOWED_LOSS}
-    if keeps:
-        return max(keeps, key=keeps.__getitem__)
-    return max(figures, key=lambda name: figures[name][1])
+    names, figures = list(runs), [validation(run) for run in runs.values()]
+    history = [{"epoch": -1, "lvis_ap": figures[0][2]}]
+    history += [{"epoch": i, "map": fine, "lvis_ap": coarse} for i, (fine, coarse, _) in enumerate(figures)]
+    index = pick(history, rule="tradeoff", max_coarse_loss=ALLOWED_LOSS)
+    assert index is not None  # there are runs
+    return names[index - 1]
 
 
 def table(rows: dict[str, list[Run]]) -> Table:

@@ -117,6 +117,7 @@ def _wandb(
     if offline:
         log.warning("no WANDB_API_KEY: W&B writes offline; upload later with `wandb sync %s/wandb/offline-*`", folder)
     file = folder / WANDB_ID
+    known = file.read_text(encoding="utf-8").strip() if file.is_file() else None
     logger = WandbLogger(
         project=settings["project"],
         entity=settings["entity"],
@@ -124,20 +125,21 @@ def _wandb(
         tags=settings["tags"],
         job_type="train",
         name=name,
-        id=file.read_text(encoding="utf-8").strip() if file.is_file() else None,
+        id=known,
         resume="allow",
         save_dir=str(folder),
         offline=offline,
         config=flat(config),
     )
+    define_metrics(logger)
+    if known is None and process_rank() == 0:
+        write_text(file, f"{logger.experiment.id}\n")
     return logger
 
 
 def define_metrics(logger: WandbLogger) -> None:
     """Best values go into the summary; nothing is ever logged at a step of its own, the axis is Lightning's counter."""
-    run = logger.experiment
-    run.define_metric("trainer/global_step")
-    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    run = logger.experiment  # WandbLogger itself makes trainer/global_step the axis of everything
     for pattern, best in (("val/*", "max"), ("train/*_epoch", "last"), ("test/*", "last")):
         run.define_metric(pattern, step_metric="trainer/global_step", summary=best)
 
@@ -155,3 +157,11 @@ def finish_wandb(*, failed: bool = False) -> None:
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
         wandb.finish(exit_code=1 if failed else 0)
+
+
+def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], limit: int = 64) -> None:
+    """PNG files as images of the W&B run, where there is one; at most `limit`."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            for name, path in list(pictures.items())[:limit]:
+                logger.log_image(name, [str(path)])

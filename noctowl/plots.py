@@ -1,6 +1,6 @@
 """Plots of results: readable in grey and at small size."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,36 @@ def tradeoff(points: Sequence[Point], path: Path, *, x_label: str, y_label: str,
     axes.set(xlabel=x_label, ylabel=y_label, xlim=(0, None), ylim=(-0.02, None))
     axes.grid(color="0.9")
     axes.legend(fontsize=8, frameon=True, loc="best")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def training_path(
+    history: Sequence[Mapping[str, float]], best: int | None, path: Path, *, fine: str, coarse: str
+) -> Path | None:
+    """The way of a run in the plane of validation mAP and coarse AP, epoch by epoch, from the pretrained head (-1).
+
+    The selected epoch `best` is ringed. None, and no file, where fewer than two epochs have both figures.
+    """
+    steps = [entry for entry in history if fine in entry and coarse in entry]
+    if len(steps) < 2:
+        return None
+    figure, axes = plt.subplots(figsize=(6.4, 4.4), dpi=150)
+    x, y = [entry[fine] for entry in steps], [entry[coarse] for entry in steps]
+    axes.plot(x, y, "-", color="0.6", lw=1, zorder=1)
+    axes.scatter(x, y, c=range(len(steps)), cmap="viridis", edgecolors="black", s=36, zorder=2)
+    for entry, a, b in zip(steps, x, y):
+        name = "pretrained" if entry["epoch"] == -1 else str(int(entry["epoch"]))
+        axes.annotate(name, (a, b), xytext=(5, 4), textcoords="offset points", fontsize=7)
+        if entry["epoch"] == best:
+            axes.plot(a, b, "o", ms=13, mfc="none", mec="black", mew=1.5, zorder=3, label=f"selected: epoch {best}")
+    axes.set(xlabel="validation mAP", ylabel="coarse validation AP")
+    axes.grid(color="0.9")
+    if best is not None:
+        axes.legend(fontsize=8, loc="best")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,16 +34,19 @@ from noctowl.callbacks import HeadEma, Selection
 from noctowl.checkpoint import SameEverywhere
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_annotations, find_benchmarks, find_file
-from noctowl.errors import DataError, NoctowlError
+from noctowl.errors import ConfigError, DataError, NoctowlError
 from noctowl.eval.evidence import SHUFFLED
 from noctowl.eval.lvis import read_lvis
 from noctowl.eval.outcome import Outcome, load_lengths
 from noctowl.eval.suite import score_all
 from noctowl.export import export, load_head
 from noctowl.launch import check_processes
-from noctowl.loggers import finish_wandb, make_loggers
+from noctowl.loggers import finish_wandb, log_pictures, make_loggers
 from noctowl.module import NoctOWL
 from noctowl.outputs import announce, finish, provenance_of, write_results
+from noctowl.plots import training_path
+from noctowl.selection import COARSE, FINE, usable_rule
+from noctowl.sweeps import Sweep
 from noctowl.together import ForHead, SplitLogger, Together
 
 Tree = dict[str, Any]
@@ -66,31 +70,65 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
+    words = list(sys.argv[1:] if argv is None else argv)
     failed: list[str] = []
-    preparation = Preparation()
-
-    def task(sweep: list[compose.Job]) -> None:
-        """The other jobs of a sweep go on when one fails."""
-        groups = _groups(sweep) if entry == "train" else [[job] for job in sweep]
-        for group in groups:
-            try:
-                if entry == "evaluate":
-                    evaluate(group[0][0], overrides=group[0][1], preparation=preparation)
-                elif len(group) == 1:
-                    train(group[0][0], overrides=group[0][1], preparation=preparation)
-                else:
-                    failed.extend(train_together(group, preparation=preparation)[1])
-            except NoctowlError as error:
-                failed.append(str(error))
-
     with checkpoint.stoppable():
         try:
-            compose.dispatch(entry, sys.argv[1:] if argv is None else argv, task)
+            if any(word.startswith("resume_sweep=") for word in words):
+                continue_sweep(words, failed)
+            else:
+                compose.dispatch(entry, words, lambda jobs: run_jobs(entry, jobs, failed, swept=_is_sweep(words)))
         except NoctowlError as error:
             failed.append(str(error))
     for message in failed:
         print(f"error: {message}", file=sys.stderr)
     return 2 if failed else 0
+
+
+def _is_sweep(words: Sequence[str]) -> bool:
+    """A sweep that runs in this process: Hydra's launchers hand over single jobs."""
+    plugins = any(word.startswith(("hydra/launcher", "hydra/sweeper")) for word in words)
+    return bool({"-m", "--multirun"} & set(words)) and not plugins
+
+
+def continue_sweep(words: Sequence[str], failed: list[str]) -> None:
+    """The jobs of an earlier sweep that have not finished. Raises ConfigError if anything else is asked for."""
+    others = [w for w in words if not w.startswith("resume_sweep=") and w not in ("-m", "--multirun")]
+    if others:
+        raise ConfigError(f"resume_sweep: the jobs are run as they were; leave out {' '.join(others)}")
+    sweep = Sweep.open(Path(words[[w.startswith("resume_sweep=") for w in words].index(True)].split("=", 1)[1]))
+    left = sweep.pending()
+    log.info("%s of %s jobs have finished", len(sweep.jobs) - len(left), len(sweep.jobs))
+    run_jobs("train", [(compose.compose("train", job), job) for job in left], failed, sweep=sweep)
+
+
+def run_jobs(
+    entry: str, jobs: list[compose.Job], failed: list[str], *, swept: bool = False, sweep: Sweep | None = None
+) -> None:
+    """One job, or all of a sweep: the others go on when one fails, whatever the reason; errors go into `failed`."""
+    preparation = Preparation()
+    if swept and entry == "train" and sweep is None and jobs:
+        parent = Path(jobs[0][0]["output_dir"]) / jobs[0][0]["name"]
+        sweep = Sweep.begin(parent, [overrides for _, overrides in jobs])
+    for group in _groups(jobs) if entry == "train" else [[job] for job in jobs]:
+        try:
+            if entry == "evaluate":
+                evaluate(group[0][0], overrides=group[0][1], preparation=preparation)
+            elif len(group) == 1:
+                train(group[0][0], overrides=group[0][1], preparation=preparation, sweep=sweep)
+            else:
+                failed.extend(train_together(group, preparation=preparation, sweep=sweep)[1])
+        except Exception as error:
+            if not isinstance(error, NoctowlError) and sweep is None:
+                raise
+            failed.append(str(error) if isinstance(error, NoctowlError) else f"{type(error).__name__}: {error}")
+            text = str(error) if isinstance(error, NoctowlError) else traceback.format_exc()
+            if sweep is not None:
+                for _, overrides in group:
+                    sweep.mark(overrides, "failed", error=text)
+    if sweep is not None:
+        sweep.plot()
+        print(f"sweep: {sweep.folder / 'sweep.json'}")
 
 
 def _groups(sweep: list[compose.Job]) -> list[list[compose.Job]]:
@@ -121,10 +159,17 @@ class Job:
         return [self.selection] if self.ema is None else [self.ema, self.selection]
 
 
-def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation | None = None) -> Tree:
+def train(
+    tree: Tree,
+    *,
+    overrides: Sequence[str] = (),
+    preparation: Preparation | None = None,
+    sweep: Sweep | None = None,
+) -> Tree:
     """Train a head, evaluate the selected one, export it. Returns what results.json holds, and `folder`.
 
-    `preparation` is handed on from run to run by a sweep, so that what is frozen is computed once.
+    `preparation` is handed on from run to run by a sweep, so that what is frozen is computed once; `sweep` is told of
+    the beginning and the end.
     """
     stopped = resume.find(tree["resume"], overrides) if tree["resume"] is not None else None
     if stopped is not None:
@@ -143,7 +188,10 @@ def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation
             runfolder.write_settings(folder, tree, list(overrides))
         ready = (preparation or Preparation())(tree)
         log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.frozen.reason)
-        job = _begin(tree, folder, ready, kept=stopped.rows if stopped else None)
+        if sweep is not None:
+            sweep.mark(overrides, "running", folder=folder)
+        group = sweep.folder.name if sweep else None
+        job = _begin(tree, folder, ready, kept=stopped.rows if stopped else None, group=group)
         lightning = training.fit(
             job.module,
             ready.data,
@@ -154,28 +202,36 @@ def train(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparation
             callbacks=[SameEverywhere(runfolder.fingerprint(tree)), *job.callbacks],
             checkpoint=stopped.checkpoint if stopped else None,
         )
-        return _complete(job, lightning.global_step)
+        results = _complete(job, lightning.global_step)
+        if sweep is not None:
+            sweep.mark(overrides, "finished")
+        return results
     finally:
         os.environ.pop(runfolder.RUN_DIR_VARIABLE, None)
         finish_wandb(failed=sys.exc_info()[0] is not None)
 
 
-def train_together(sweep: Sequence[compose.Job], *, preparation: Preparation) -> tuple[list[Tree], list[str]]:
+def train_together(
+    group: Sequence[compose.Job], *, preparation: Preparation, sweep: Sweep | None = None
+) -> tuple[list[Tree], list[str]]:
     """Train the heads of several jobs on one reading of the data; each gets its own run folder and results.
 
     Returns the results of those that succeeded and the errors of those that did not.
     """
-    first = sweep[0][0]
+    first = group[0][0]
     pl.seed_everything(first["seed"], workers=True, verbose=False)
     ready = preparation(first)
     log.info(
-        "training %s heads together: %s vocabularies, %s", len(sweep), len(ready.data.dataset), ready.frozen.reason
+        "training %s heads together: %s vocabularies, %s", len(group), len(ready.data.dataset), ready.frozen.reason
     )
     jobs = []
-    for tree, overrides in sweep:
+    for tree, overrides in group:
         folder = runfolder.create_run_folder(tree["output_dir"], tree["name"])
         runfolder.write_settings(folder, tree, list(overrides))
-        jobs.append(_begin(tree, folder, replace(ready, detector=ready.detector.fork())))
+        if sweep is not None:
+            sweep.mark(overrides, "running", folder=folder)
+        name = sweep.folder.name if sweep else None
+        jobs.append(_begin(tree, folder, replace(ready, detector=ready.detector.fork()), group=name))
     module = Together([job.module for job in jobs], accumulate=training.accumulation(first["trainer"]))
     training.fit(
         module,
@@ -186,15 +242,18 @@ def train_together(sweep: Sequence[compose.Job], *, preparation: Preparation) ->
         seed=first["seed"],
         callbacks=[ForHead(callback, i) for i, job in enumerate(jobs) for callback in job.callbacks],
     )
-    results, failed = [], [f"{jobs[i].folder}: {error}" for i, error in module.failed.items()]
+    errors, results = dict(module.failed), []
     for i, job in enumerate(jobs):
-        if i not in module.failed:
+        if i not in errors:
             try:
                 results.append(_complete(job, module.updates))
             except NoctowlError as error:
-                failed.append(f"{job.folder}: {error}")
+                errors[i] = error
+        if sweep is not None:
+            failed = i in errors
+            sweep.mark(group[i][1], "failed" if failed else "finished", error=str(errors[i]) if failed else "")
     finish_wandb()
-    return results, failed
+    return results, [f"{jobs[i].folder}: {error}" for i, error in sorted(errors.items())]
 
 
 def _begin(
@@ -238,6 +297,9 @@ def _complete(job: Job, steps: int) -> Tree:
     first = runfolder.process_rank() == 0
     results = _test(tree, ready, folder, facts, write=first)
     if first:
+        plot = folder / "plots" / "tradeoff.png"
+        drawn = training_path(selection.history, selection.best_epoch, plot, fine=FINE, coarse=COARSE)
+        log_pictures(job.loggers, {"tradeoff": drawn} if drawn else {})
         export(ready.detector, folder / "export", provenance=results["provenance"])
         for logger in job.loggers[1:]:  # metrics.csv stays the record of the training; results.json has these
             logger.log_metrics({f"test/{k}": v for k, v in results["metrics"].items()}, step=steps)
@@ -258,7 +320,9 @@ def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None) -
 
     return Selection(
         evaluate=evaluate_epoch,
-        rule=_rule(tree),
+        rule=usable_rule(
+            tree["selection"]["rule"], compat=tree["compat"], has_coarse=tree["data"]["coarse_val_file"] is not None
+        ),
         max_coarse_loss=tree["selection"]["max_coarse_loss"],
         path=folder / "checkpoints" / "best.safetensors",
         every_n_epochs=tree["selection"]["every_n_epochs"],
@@ -266,20 +330,6 @@ def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None) -
         start=0.0 if tree["compat"] == "published" else -float("inf"),
         ema=ema,
     )
-
-
-def _rule(tree: Tree) -> str:
-    """selection.rule, or the published one where no coarse knowledge is measured, and for compat=published."""
-    rule = str(tree["selection"]["rule"])
-    if rule == "tradeoff" and tree["compat"] == "published":
-        return "published"
-    if rule == "tradeoff" and tree["data"]["coarse_val_file"] is None:
-        log.warning(
-            "selection.rule=tradeoff needs data.coarse_val_file (an LVIS-format json), which is null: the epoch is "
-            "chosen by validation mAP alone, whatever coarse knowledge it loses"
-        )
-        return "published"
-    return rule
 
 
 def _test(tree: Tree, ready: Prepared, folder: Path, facts: Tree, *, write: bool) -> Tree:

@@ -1,8 +1,10 @@
 """Which of several heads is taken: by its validation figures alone, as a pure function of them."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+log = logging.getLogger(__name__)
 FINE, COARSE = "map", "lvis_ap"  # names in a history: validation mAP, and AP of the coarse validation file
 
 
@@ -33,3 +35,16 @@ def pick(
     if kept:
         return max(kept, key=fine.__getitem__)
     return min(candidates, key=loss.__getitem__, default=None)
+
+
+def usable_rule(rule: str, *, compat: str, has_coarse: bool) -> str:
+    """`rule`, or the published one for compat=published and, with a warning, where no coarse knowledge is measured."""
+    if rule == "tradeoff" and compat == "published":
+        return "published"
+    if rule == "tradeoff" and not has_coarse:
+        log.warning(
+            "selection.rule=tradeoff needs data.coarse_val_file (an LVIS-format json), which is null: the epoch is "
+            "chosen by validation mAP alone, whatever coarse knowledge it loses"
+        )
+        return "published"
+    return rule

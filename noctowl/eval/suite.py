@@ -111,29 +111,29 @@ class Suite:
         exchange their parts through files in the folder `exchange`; every process gets the whole outcome.
         """
         state = PartialState(cpu=device.type == "cpu")
-        with state.split_between_processes(self.image_rows) as rows:
-            if stored is None:
-                features = encode(
-                    detector,
-                    self.images,
-                    rows,
-                    batch_size=batch_size,
-                    num_workers=num_workers,
-                    device=device,
-                    autocast=autocast,
-                )
-            else:
-                features = chunks(stored, rows, batch_size)
-            outcome = predict(
+        rows = self.image_rows[state.process_index :: state.num_processes]  # none where images are few
+        if stored is None:
+            features = encode(
                 detector,
-                self.benchmarks | self.shuffled,
-                features,
-                images=self.images,
-                embeddings=self.bank.embeddings,
-                top=self.top,
-                settings=self.settings,
-                coarse=self.coarse,
+                self.images,
+                rows,
+                batch_size=batch_size,
+                num_workers=num_workers,
+                device=device,
+                autocast=autocast,
             )
+        else:
+            features = chunks(stored, rows, batch_size)
+        outcome = predict(
+            detector,
+            self.benchmarks | self.shuffled,
+            features,
+            images=self.images,
+            embeddings=self.bank.embeddings,
+            top=self.top,
+            settings=self.settings,
+            coarse=self.coarse,
+        )
         live = stored is None
         outcome.counters |= {"image_forwards": len(rows) if live else 0, "store_hits": 0 if live else len(rows)}
         if state.num_processes == 1:

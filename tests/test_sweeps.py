@@ -1,0 +1,100 @@
+"""Sweeps: a failed job is recorded and the others go on, finished ones are not run again, folders are never shared."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from noctowl import run
+from noctowl.errors import DataError
+from noctowl.export import read_head
+from noctowl.launch import check_processes
+from noctowl.run import main
+from noctowl.sweeps import Sweep
+
+
+@pytest.mark.parametrize("together", ["false", "true"])
+def test_a_failed_job_is_recorded_and_tried_again(small, command, tmp_path, monkeypatch, together):
+    """The second of three jobs raises what no one foresaw, or (together) an error of the project's own."""
+    complete, error = run._complete, RuntimeError if together == "false" else DataError
+
+    def fails(job, steps):
+        if job.tree["loss"]["name"] == "triplet":
+            raise error("out of luck")
+        return complete(job, steps)
+
+    monkeypatch.setattr(run, "_complete", fails)
+    options = ["data.coarse_val_file=lvis/coarse_val.json", "test=false", f"together={together}"]
+    called = command("train", *small, *options, f"output_dir={tmp_path}", "loss=bce,triplet,cross_entropy", "-m")
+    assert called.code == 2
+    assert "out of luck" in called.err
+    folder = next((tmp_path / "default").glob("sweep-*"))
+    jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["finished", "failed", "finished"]
+    assert "out of luck" in jobs[1]["error"]
+    assert len({job["folder"] for job in jobs}) == 3
+    assert (folder / "tradeoff.png").stat().st_size > 5000
+    for job in (jobs[0], jobs[2]):  # the choice, in the head's file and as a picture
+        _, facts = read_head(Path(job["folder"]) / "checkpoints" / "best.safetensors")
+        assert facts["rule"] == "tradeoff"
+        assert {"map", "lvis_ap", "pretrained_map", "pretrained_lvis_ap"} <= set(facts)
+        assert (Path(job["folder"]) / "plots" / "tradeoff.png").stat().st_size > 5000
+    if together == "true":
+        return
+    monkeypatch.setattr(run, "_complete", complete)
+    assert main("train", ["-m", f"resume_sweep={folder}"]) == 0
+    again = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in again] == ["finished"] * 3
+    assert [again[i]["folder"] for i in (0, 2)] == [jobs[i]["folder"] for i in (0, 2)]
+    assert again[1]["folder"] != jobs[1]["folder"]
+    assert main("train", ["-m", f"resume_sweep={folder}"]) == 0  # nothing is left to do
+    assert json.loads((folder / "sweep.json").read_text())["jobs"] == again
+
+
+def test_what_is_no_sweep_is_told(tmp_path, capsys):
+    assert main("train", ["-m", f"resume_sweep={tmp_path}"]) == 2
+    assert "sweep.json is missing or damaged" in capsys.readouterr().err
+    (tmp_path / "sweep.json").write_text('{"jobs": [1]}')
+    with pytest.raises(DataError, match="damaged"):
+        Sweep.open(tmp_path)
+    assert main("train", ["-m", f"resume_sweep={tmp_path}", "seed=3"]) == 2
+    assert "leave out seed=3" in capsys.readouterr().err
+
+
+def test_several_devices_are_refused(tmp_path, capsys):
+    words = ["-m", "seed=1,2", "trainer=ddp", f"output_dir={tmp_path}"]
+    assert main("train", words) == 2
+    assert "a sweep job with several devices" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_many_processes_that_start_at_once(tmp_path):
+    """The clock stands still in all of them."""
+    code = (
+        "import sys, noctowl.runfolder as r\n"
+        "class Clock:\n    @staticmethod\n    def now(*_):\n        import datetime as d\n"
+        "        return d.datetime(2025, 1, 1)\n"
+        "r.datetime = Clock\n"
+        "for _ in range(20): print(r.create_run_folder(sys.argv[1], 'same'))\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    folders = [line for process in started for line in process.communicate(timeout=120)[0].split()]
+    assert len(folders) == len(set(folders)) == 80
+
+
+def test_processes_and_devices_are_told_apart():
+    from noctowl.errors import ConfigError
+
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}
+    check_processes(2, 2, torchrun)
+    check_processes(2, 1, {})
+    with pytest.raises(ConfigError, match=r"2 x 1 = 2, but 4 processes were started \(torchrun's WORLD_SIZE\)"):
+        check_processes(2, 1, torchrun)
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "train"}
+    with pytest.raises(ConfigError, match=r"2 x 1 = 2, but 3 processes were started \(SLURM_NTASKS\)"):
+        check_processes(2, 1, slurm)
