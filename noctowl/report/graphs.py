@@ -79,7 +79,7 @@ def _point(axes: Axes, x, y, i: int, label: str) -> None:
 
 
 def n_curves(runs: Sequence[Run]) -> bytes | None:
-    """Top-1 by number of negatives with intervals, chance dotted; None where every benchmark has one N only."""
+    """mAP by number of negatives with intervals; None where every benchmark has one N only."""
     several = [
         b
         for b in dict.fromkeys(b for r in runs for b, _ in r.cases)
@@ -138,7 +138,7 @@ def bars(runs: Sequence[Run], kind: str) -> bytes | None:
         axes.bar(
             [x for x, _ in known], [100 * row["top1"] for _, row in known], width, label=_short(run.label), **_fill(i)
         )
-    axes.set(ylabel="top-1 (%)", ylim=(0, 100), xlim=(-1, len(cases) * step - 1))
+    axes.set(ylabel="top-1 (%)", ylim=(0, 112), xlim=(-1, len(cases) * step - 1))
     axes.set_xticks(
         [c * step + j for c in range(len(cases)) for j in range(len(order))],
         order * len(cases),
@@ -146,7 +146,7 @@ def bars(runs: Sequence[Run], kind: str) -> bytes | None:
         fontsize=6,
     )
     for c, (b, n) in enumerate(cases):
-        axes.text(c * step + (len(order) - 1) / 2, 97, f"{b} N={n}", ha="center", va="top", fontsize=7)
+        axes.text(c * step + (len(order) - 1) / 2, 110, f"{b} N={n}", ha="center", va="top", fontsize=7)
     return _png(canvas, axes)
 
 
