@@ -6,7 +6,7 @@ XDIST  ?= 2
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 
-.PHONY: setup quickstart test test-all lint types bench clean
+.PHONY: setup quickstart test test-all lint types bench gpu-check clean
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -34,6 +34,9 @@ types: setup
 
 bench: setup
 	for file in metric_cost training_cost sweep_cost evaluation_cost store_io lvis_cost; do $(BIN)/python bench/$$file.py --quick || exit 1; done
+
+gpu-check: setup
+	$(BIN)/python bench/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build dist

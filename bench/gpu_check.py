@@ -4,8 +4,8 @@
 
 Tokens and boxes of the GPU in bf16 have to be those of the CPU in fp32 within TOLERANCE; a head trained on the
 same tokens has to reach the CPU's loss within LOSS_TOLERANCE. Prints images per second of feature building and steps
-per second of the head. Exit code 1 where a comparison fails, 2 where there is no GPU: then nothing has been measured. The
-last line is JSON.
+per second of the head. Exit code 1 where a comparison fails, 2 where there is no GPU: then nothing has been measured.
+The last line is JSON.
 """
 
 import argparse
