@@ -238,7 +238,7 @@ def test_run_without_a_head(fails, command, root, tmp_path):
     head.write_bytes(head.read_bytes()[:100])
     assert f"{head} is not a readable head file" in fails(f"checkpoint={run}", entry="evaluate")
     head.unlink()
-    assert f"{head} is not a readable head file" in fails(f"checkpoint={run}", entry="evaluate")
+    assert f"{head} is missing: the run has not kept an epoch yet" in fails(f"checkpoint={run}", entry="evaluate")
 
 
 def test_no_network(root, tmp_path):
