@@ -140,7 +140,7 @@ def _wandb(
 def define_metrics(logger: WandbLogger) -> None:
     """Best values go into the summary; nothing is ever logged at a step of its own, the axis is Lightning's counter."""
     run = logger.experiment  # WandbLogger itself makes trainer/global_step the axis of everything
-    for pattern, best in (("val/*", "max"), ("train/*_epoch", "last"), ("test/*", "last")):
+    for pattern, best in (("val/*", "max"), ("val/rank_*", "min"), ("test/*", "last")):
         run.define_metric(pattern, step_metric="trainer/global_step", summary=best)
 
 
