@@ -5,6 +5,7 @@
 
 import copy
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,14 @@ from noctowl.data.synthetic import SyntheticSettings, synthetic_root
 from noctowl.errors import DataError
 from noctowl.eval.blind import concatenate, text_sets
 from noctowl.eval.evidence import CHEAP, Asked
-from noctowl.eval.suite import Suite, default_negatives
+from noctowl.eval.suite import KEYS, Suite, default_negatives
 from noctowl.export import load_head
 from noctowl.features import ImageSet, TextBank
 from noctowl.model import OwlDetector
 from noctowl.validation import raise_for
 
 Tree = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
@@ -50,6 +52,8 @@ def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
                 tree = {**tree, group: _overlaid(config.get(group, {}), tree[group], keys)}
             where = str(run / "config.yaml")
             raise_for(check(tree, EvaluateConfig), lambda _, where=where: where)  # type: ignore[misc]
+        elif "data" not in {key.split(".")[0] for key in given}:
+            log.warning("%s does not say what data it belongs to; evaluating on data=%s", source, tree["data"]["name"])
     return tree
 
 
@@ -316,7 +320,8 @@ def validation_suite(
     file = find_file(place["annotations"], tree["data"]["val_file"])
     asked = [tree["selection"]["n_negatives"]]
     short = tree["data"]["short_vocabularies"]
-    return _suite(tree, detector, place, bank, images, {"validation": file}, asked, short, "coarse_val_file")
+    keys = ("selection.n_negatives", "data.short_vocabularies")
+    return _suite(tree, detector, place, bank, images, {"validation": file}, asked, short, "coarse_val_file", keys)
 
 
 def _suite(
@@ -329,6 +334,7 @@ def _suite(
     n_negatives: Sequence[int] | None,
     short: Any,
     coarse_key: str,
+    keys: tuple[str, str] = KEYS,
 ) -> Suite:
     suite = Suite.build(
         files,
@@ -338,6 +344,7 @@ def _suite(
         short_vocabularies=short,
         top=tree["benchmark"]["top"],
         settings={"base": detector.base_id, "base_sha256": detector.content_hash()},
+        keys=keys,
     )
     if tree["data"][coarse_key] is not None:
         file = find_file(place["annotations"], tree["data"][coarse_key])

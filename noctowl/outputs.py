@@ -74,6 +74,7 @@ def write_results(
         "intervals": scored.get("intervals", {}),
         "controls": scored.get("controls", {}),
         "settings": {
+            "what": what(tree),
             **conventions_of(tree),
             "compat": tree["compat"],
             "seed": tree["seed"],
@@ -90,3 +91,16 @@ def write_results(
         runfolder.write_json(folder / "predictions" / "evidence.json", scored["evidence"], indent=None)
     print_results(results)
     return results
+
+
+def what(tree: Tree) -> str:
+    """Which head on which data, in a line: tables of a sweep are to be told apart."""
+    data = tree["data"]
+    place = "data=synthetic" if data["name"] == "synthetic" else f"data={data['name']} ({data['root']})"
+    if "loss" in tree:
+        weight = f" x{tree['distill']['weight']:g}" if tree["distill"]["name"] != "none" else ""
+        head = f"loss={tree['loss']['name']} distill={tree['distill']['name']}{weight} seed={tree['seed']}"
+    else:
+        source = tree["checkpoint"] or tree["predictions"]
+        head = f"head of {Path(source).name}" if source else "as pretrained"
+    return f"model={tree['model']['name']} {head}, {place}"

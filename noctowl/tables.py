@@ -1,4 +1,4 @@
-"""Results as tables on the screen, 80 columns wide."""
+"""Results as tables on the screen; never narrower than they need, also where the output is a file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,25 +10,32 @@ from rich.table import Table
 from noctowl.data.files import BENCHMARKS
 
 ABSENT = "–"
+WIDTH = 100
 LVIS_COLUMNS = {"ap": "AP", "ap_50": "AP50", "ap_75": "AP75", "ap_small": "APs", "ap_medium": "APm", "ap_large": "APl"}
 LVIS_COLUMNS |= {"ap_rare": "APr", "ap_common": "APc", "ap_frequent": "APf"}
 STYLE: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """FG-OVD by benchmark and N, then the coarse figures; mAP and AP in percent, counts beside them."""
+    """FG-OVD by benchmark and N, then the coarse figures; mAP and AP in percent.
+
+    obj: objects that the mAP of this table is over, forced: those of them that no detection can hit (a caption over the
+    token limit), out: objects of the file that are in neither (short vocabularies, images without any detection).
+    """
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
     metrics, truth = results["metrics"], results["settings"]["ground_truth"]
     rows = sorted({tuple(key.split("/")[1:3]) for key in metrics if key.startswith("fgovd/")}, key=_order)
     other = "masked" if truth == "unmasked" else "unmasked"
     table = Table(
-        title=f"FG-OVD, ground truth {truth}; mAP in percent",
+        title=f"{results['settings'].get('what', '')}\nFG-OVD, ground truth {truth}; mAP in percent",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("benchmark", no_wrap=True)
-    for column in ("N", "mAP", "50", "75", "S", "M", "L", other, "rank", "med", "obj", "drop"):
+    for column in ("N", "mAP", "50", "75", "S", "M", "L", other, "rank", "med", "obj", "forced", "out"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, n in rows:
         base = f"fgovd/{name}/{n}"
@@ -36,9 +43,10 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
         figures = [_percent(metrics.get(f"{base}/map{suffix}")) for suffix in suffixes]
         ranks = [_plain(metrics.get(f"{base}/rank_{which}")) for which in ("mean", "median")]
         count = results["counts"][f"fgovd/{name}"][n]
-        dropped = count["objects_dropped_short"] + count["objects_dropped_tokens"]
+        objects = count["objects"] + count["objects_dropped_short"] + count["objects_dropped_tokens"]
+        scored, forced = (count[truth][key] for key in ("objects_scored", "objects_forced_missed"))
         masked = _percent(metrics.get(f"{base}/{other}/map"))
-        table.add_row(name, n[1:], *figures, masked, *ranks, str(count["objects"]), str(dropped))
+        table.add_row(name, n[1:], *figures, masked, *ranks, str(scored), str(forced), str(objects - scored))
     if rows:
         console.print(table)
     coarse = {key.split("/")[1]: value for key, value in metrics.items() if key.startswith("lvis/")}

@@ -4,6 +4,7 @@
 and the tests all go through these two.
 """
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from noctowl.eval.outcome import Outcome
 from noctowl.features import ImageSet, Stored, TextBank, chunks, encode
 from noctowl.model import OwlDetector
 
+log = logging.getLogger(__name__)
+KEYS = ("benchmark.n_negatives", "benchmark.short_vocabularies")  # what asks for N
 ATTRIBUTES = ("color", "material", "pattern", "transparency")
 
 
@@ -58,18 +61,19 @@ class Suite:
         short_vocabularies: Short = "drop",
         top: int = 100,
         settings: Mapping[str, Any] | None = None,
+        keys: tuple[str, str] = KEYS,
     ) -> "Suite":
         """Read the annotation files and encode the captions that any of them needs.
 
-        Raises DataError for damaged files, and for an N so large that no vocabulary of a file has as many negatives.
+        `keys`: see `usable_negatives`. Raises DataError for damaged files, and where no vocabulary of a file has as
+        many negatives as any N asks for.
         """
         benchmarks = {}
         for name, path in files.items():
             annotations = read_fgovd(path)
-            check_negatives(annotations, n_negatives[name], short_vocabularies)
             benchmarks[name] = plan(
                 annotations,
-                n_negatives=n_negatives[name],
+                n_negatives=usable_negatives(annotations, n_negatives[name], short_vocabularies, keys=keys),
                 bank=bank,
                 images=images,
                 short_vocabularies=short_vocabularies,
@@ -186,15 +190,24 @@ class Suite:
         return {name: benchmark.lengths for name, benchmark in self.benchmarks.items()}
 
 
-def check_negatives(annotations: Annotations, n_negatives: Sequence[int], short: Short) -> None:
-    """Raises DataError for an N larger than any vocabulary of the file has, when short vocabularies are dropped."""
+def usable_negatives(
+    annotations: Annotations, n_negatives: Sequence[int], short: Short, *, keys: tuple[str, str] = KEYS
+) -> tuple[int, ...]:
+    """The N that some vocabulary of the file has negatives for; the others are left out and told.
+
+    `keys`: the settings that ask for N and that keep short vocabularies. Raises DataError where no N is left.
+    """
     most = int(annotations.n_negatives.max(initial=0))
-    beyond = [n for n in n_negatives if n > most]
-    if beyond and short == "drop":
+    usable = tuple(n for n in n_negatives if n <= most or short == "keep")
+    if not usable:
         raise DataError(
-            f"{annotations.path}: N = {beyond[0]} negatives asked, no vocabulary has more than {most}. "
-            f"Allowed: benchmark.n_negatives up to {most}, or short_vocabularies=keep."
+            f"{annotations.path}: N = {min(n_negatives)} negatives asked, no vocabulary has more than {most}. "
+            f"Allowed: {keys[0]} up to {most}, or {keys[1]}=keep."
         )
+    if len(usable) < len(n_negatives):
+        beyond = sorted(set(n_negatives) - set(usable))
+        log.warning("%s: no vocabulary has more than %s negatives; N = %s left out", annotations.path, most, beyond)
+    return usable
 
 
 def score_all(
