@@ -2,6 +2,8 @@
 
 noctowl check data=fgovd data.root=/data/fgovd      read everything, print one table, exit 1 if anything is fatal
 noctowl export outputs/default/<run> --out DIR      a run's selected head as a folder that transformers loads
+noctowl features build model=… data=… data.root=…   encode images once, for all runs that follow (verify, info, prune)
+noctowl controls --annotations FILE --n-neg 5       text-only rankers on an annotation file
 noctowl report RUN...                               figures, controls, comparisons and pictures of runs, as one page
 noctowl data synthetic --out DIR                    the miniature's files in the published formats
 noctowl pretrain-tiny --out DIR                     the miniature's detector, from nothing
@@ -17,19 +19,24 @@ from noctowl.errors import NoctowlError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: what the command found, or 2 where the user has something to mend."""
+    """Returns the exit code: what the command found, 2 where the user has something to mend, or 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        print(f"interrupted: noctowl {arguments.command}", file=sys.stderr)
+        return 130
     except NoctowlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="noctowl", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="noctowl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"noctowl {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
 
     check = commands.add_parser("check", help="read a data root and report what is in it and what is wrong")
     check.add_argument("overrides", nargs="*", help="data=…, data.root=…, data.images=…, data.annotations=…")

@@ -1,9 +1,42 @@
-"""Several processes: whether those that were started are those that the configuration speaks of."""
+"""How a program starts and is stopped: what libraries may say, Ctrl-C, and whether the right processes were started."""
 
+import logging
 import os
+import sys
+import warnings
 from collections.abc import Mapping
 
+import transformers
+from rich.logging import RichHandler
+
 from noctowl.errors import ConfigError
+
+INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+# Said by libraries of what is meant to be so.
+QUIET = (
+    "Experiment logs directory .* exists and is not empty",  # the run folder is new, metrics.csv is not there yet
+    "Found .* module.s. in eval mode",  # everything but one layer is frozen
+    ".*isinstance.treespec, LeafSpec.. is deprecated",
+    "The number of training batches .* is smaller than the logging interval",
+    "The '.*_dataloader' does not have many workers",
+)
+
+
+def speak() -> None:
+    """The program's own messages on the screen; libraries only warn."""
+    handler = RichHandler(show_path=False, show_time=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    for noisy in ("pytorch_lightning", "lightning", "httpx", "accelerate", "hydra"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def say_interrupted(error: KeyboardInterrupt) -> int:
+    """One line about Ctrl-C, with what the error was told about where it struck. Returns the exit code."""
+    print(f"interrupted: {error.args[0] if error.args else 'nothing was written'}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def started(environment: Mapping[str, str]) -> tuple[int, str] | None:

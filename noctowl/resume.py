@@ -60,6 +60,13 @@ def find(folder: str | Path, overrides: Sequence[str]) -> Stopped:
     return Stopped(folder, tree, every, checkpoint, _rows(folder / "metrics.csv", read_checkpoint(checkpoint)))
 
 
+def advice(folder: Path) -> str:
+    """What to do about a run that was interrupted."""
+    if (folder / "checkpoints" / "last.ckpt").is_file():
+        return f"{folder}; continue with resume={folder}"
+    return f"{folder}; no epoch had ended, so there is nothing for resume={folder}: start the run again"
+
+
 def clear(folder: Path) -> None:
     """Take away what a finished run wrote after training: it will be written anew."""
     (folder / "results.json").unlink(missing_ok=True)

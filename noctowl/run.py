@@ -8,16 +8,13 @@ import logging
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import transformers
 from pytorch_lightning.loggers import Logger
-from rich.logging import RichHandler
 
 from noctowl import checkpoint, compose, resume, runfolder, training
 from noctowl.assembly import (
@@ -40,7 +37,7 @@ from noctowl.eval.lvis import read_lvis
 from noctowl.eval.outcome import Outcome, load_lengths
 from noctowl.eval.suite import score_all
 from noctowl.export import export, load_head
-from noctowl.launch import check_processes
+from noctowl.launch import check_processes, say_interrupted, speak
 from noctowl.loggers import finish_wandb, log_pictures, make_loggers
 from noctowl.module import NoctOWL
 from noctowl.outputs import announce, finish, provenance_of, write_results
@@ -51,25 +48,14 @@ from noctowl.together import ForHead, SplitLogger, Together
 
 Tree = dict[str, Any]
 log = logging.getLogger("noctowl")
-# Said by libraries of what is meant to be so.
-QUIET = (
-    "Experiment logs directory .* exists and is not empty",  # the run folder is new, metrics.csv is not there yet
-    "Found .* module.s. in eval mode",  # everything but one layer is frozen
-    ".*isinstance.treespec, LeafSpec.. is deprecated",
-    "The number of training batches .* is smaller than the logging interval",
-    "The '.*_dataloader' does not have many workers",
-)
 
 
 def main(entry: str, argv: Sequence[str] | None = None) -> int:
-    """Command line of train.py and evaluate.py. Returns the exit code: 0, or 2 where the user has something to mend."""
-    handler = RichHandler(show_path=False, show_time=False)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
-    for noisy in ("pytorch_lightning", "lightning", "httpx", "accelerate", "hydra"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    transformers.utils.logging.disable_progress_bar()
-    for message in QUIET:
-        warnings.filterwarnings("ignore", message=message)
+    """Command line of train.py and evaluate.py.
+
+    Returns the exit code: 0, 2 where the user has something to mend, or 130 after Ctrl-C.
+    """
+    speak()
     words = list(sys.argv[1:] if argv is None else argv)
     failed: list[str] = []
     with checkpoint.stoppable():
@@ -80,6 +66,8 @@ def main(entry: str, argv: Sequence[str] | None = None) -> int:
                 compose.dispatch(entry, words, lambda jobs: run_jobs(entry, jobs, failed, swept=_is_sweep(words)))
         except NoctowlError as error:
             failed.append(str(error))
+        except KeyboardInterrupt as error:
+            return say_interrupted(error)
     for message in failed:
         print(f"error: {message}", file=sys.stderr)
     return 2 if failed else 0
@@ -118,6 +106,10 @@ def run_jobs(
                 train(group[0][0], overrides=group[0][1], preparation=preparation, sweep=sweep)
             else:
                 failed.extend(train_together(group, preparation=preparation, sweep=sweep)[1])
+        except KeyboardInterrupt as error:
+            if sweep is not None:
+                error.args = (f"{sweep.folder}; continue with resume_sweep={sweep.folder}",)
+            raise
         except Exception as error:
             if not isinstance(error, NoctowlError) and sweep is None:
                 raise
@@ -206,6 +198,9 @@ def train(
         if sweep is not None:
             sweep.mark(overrides, "finished")
         return results
+    except KeyboardInterrupt as error:
+        error.args = (resume.advice(folder),)
+        raise
     finally:
         os.environ.pop(runfolder.RUN_DIR_VARIABLE, None)
         finish_wandb(failed=sys.exc_info()[0] is not None)
@@ -355,17 +350,21 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparat
     first = runfolder.process_rank() == 0
     if first:
         runfolder.write_settings(folder, tree, list(overrides))
-    if tree["predictions"] is not None:
-        return _rescore(tree, folder)
-    ready = (preparation or Preparation()).evaluation(tree)
-    work = work_of(tree, ready.device)
-    outcome = ready.suite.predict(ready.detector, folder / "predictions", stored=ready.frozen.stored, **work)
-    outcome.counters["encoded_before"] = ready.frozen.encoded
-    origin = provenance_of(tree, ready.detector, ready.suite, ready.bank)
-    results = finish(tree, folder, ready.suite, ready.detector, outcome, origin, {}, write=first)
-    if first:
-        announce(tree, folder)
-    return {**results, "folder": str(folder)}
+    try:
+        if tree["predictions"] is not None:
+            return _rescore(tree, folder)
+        ready = (preparation or Preparation()).evaluation(tree)
+        work = work_of(tree, ready.device)
+        outcome = ready.suite.predict(ready.detector, folder / "predictions", stored=ready.frozen.stored, **work)
+        outcome.counters["encoded_before"] = ready.frozen.encoded
+        origin = provenance_of(tree, ready.detector, ready.suite, ready.bank)
+        results = finish(tree, folder, ready.suite, ready.detector, outcome, origin, {}, write=first)
+        if first:
+            announce(tree, folder)
+        return {**results, "folder": str(folder)}
+    except KeyboardInterrupt as error:
+        error.args = (f"{folder}; start the evaluation again",)
+        raise
 
 
 def _rescore(tree: Tree, folder: Path) -> Tree:

@@ -4,7 +4,10 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -196,8 +199,23 @@ def fit(
     datamodule = DataModule(
         data.dataset, batch_size=trainer["batch_size"], num_workers=trainer["num_workers"], seed=seed
     )
-    lightning.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    with _interruptible():
+        lightning.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
     return lightning
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C stays a KeyboardInterrupt: Lightning makes it an exit with code 1, and ignores the signal from then on."""
+    former = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, former)
+        raise KeyboardInterrupt(*error.__context__.args) from None
 
 
 def accumulation(trainer: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from noctowl.cli import main as cli
 from noctowl.model import OwlDetector
+from noctowl.module import NoctOWL
 
 pytestmark = pytest.mark.faults
 LONG = "A red plastic cup with a blue and a green and a yellow stripe near the top."  # over 16 tokens
@@ -306,3 +309,54 @@ def test_predictions_without_the_benchmark_asked_for(command, evaluated):
     called = command("evaluate", f"predictions={evaluated}", "benchmark.names=[easy]")
     assert called.code == 2
     assert "not ['easy'] (benchmark.names)" in called.err
+
+
+# Ctrl-C
+
+
+def test_interrupted_training(command, small, tmp_path, monkeypatch):
+    """One line and exit code 130, whether Lightning or the program was at work; resume= only where it can be."""
+    step, run = NoctOWL.training_step, tmp_path / "run"
+
+    def interrupted(epoch: int):
+        def training_step(self, batch, *rest):
+            if self.current_epoch == epoch:
+                raise KeyboardInterrupt
+            return step(self, batch, *rest)
+
+        return training_step
+
+    handler = signal.getsignal(signal.SIGINT)
+    for epoch, end in ((1, f"continue with resume={run}"), (0, "start the run again")):
+        monkeypatch.setattr(NoctOWL, "training_step", interrupted(epoch))
+        called = command("train", *small, "trainer.max_epochs=2", f"run_dir={run}")
+        assert (called.code, called.err.count("\n")) == (130, 1), called.err
+        assert called.err.startswith(f"interrupted: {run}; ")
+        assert called.err.strip().endswith(end)
+        assert signal.getsignal(signal.SIGINT) is handler
+        shutil.rmtree(run)
+
+
+def test_interrupted_elsewhere(command, small, tmp_path, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("noctowl.run.Preparation.evaluation", interrupt)
+    monkeypatch.setattr("noctowl.check.check_data", interrupt)
+    options = [o for o in small if not o.startswith("trainer.max_epochs")]
+    called = command("evaluate", *options, f"run_dir={tmp_path / 'run'}")
+    assert (called.code, called.err) == (130, f"interrupted: {tmp_path / 'run'}; start the evaluation again\n")
+    monkeypatch.setattr("noctowl.run.compose.dispatch", interrupt)
+    called = command("evaluate", *options)
+    assert (called.code, called.err) == (130, "interrupted: nothing was written\n")
+    assert cli(["check", "data=fgovd", f"data.root={tmp_path}"]) == 130
+    assert capsys.readouterr().err == "interrupted: noctowl check\n"
+
+
+def test_help_shows_the_examples(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli(["--help"])
+    said = capsys.readouterr().out
+    for line in ("noctowl check data=fgovd data.root=/data/fgovd ", "noctowl features build", "noctowl controls --ann"):
+        assert f"\n{line}" in said
+    assert "\nnoctowl report RUN..." in said
