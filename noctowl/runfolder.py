@@ -57,7 +57,8 @@ def create_run_folder(output_dir: str | Path, name: str, explicit: str | None = 
     one's folder through the environment.
 
     Raises:
-        ConfigError: the folder exists and is not empty; several processes were launched from outside without `run_dir`.
+        ConfigError: the folder exists and is not empty, or cannot be made; several processes were launched from outside without
+            `run_dir`.
     """
     handed_over = os.environ.get(RUN_DIR_VARIABLE)
     if process_rank() > 0:
@@ -69,16 +70,33 @@ def create_run_folder(output_dir: str | Path, name: str, explicit: str | None = 
         )
     if explicit:
         folder = Path(explicit)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if _filled(folder):
             raise ConfigError(
                 f"run_dir: {folder} exists and is not empty; allowed: a new or empty folder. Nothing was written."
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder, "run_dir", exist_ok=True)
     else:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         folder = Path(output_dir) / name / f"{stamp}-{secrets.token_hex(3)}"
-        folder.mkdir(parents=True)
+        _make(folder, "output_dir", exist_ok=False)
     return folder
+
+
+def _filled(folder: Path) -> bool:
+    try:
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError:
+        return False  # what is wrong is told when the folder is made
+
+
+def _make(folder: Path, key: str, *, exist_ok: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: the folder {folder} cannot be made ({error.strerror or error}: {error.filename or folder}); "
+            f"allowed: a folder below one that exists and can be written to. Set {key} to such a one, or mend what is there."
+        ) from error
 
 
 @contextmanager

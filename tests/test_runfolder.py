@@ -34,6 +34,23 @@ def test_an_explicit_folder_is_new_or_empty(tmp_path):
     assert (empty / "file").read_text() == "mine"
 
 
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        ConfigError, match=r"^output_dir: .*file/name.* cannot be made \(Not a directory.*Set output_dir"
+    ):
+        runfolder.create_run_folder(tmp_path / "file", "name")
+    with pytest.raises(ConfigError, match=r"^run_dir: .*file/run cannot be made \(Not a directory.*Set run_dir"):
+        runfolder.create_run_folder(tmp_path, "name", str(tmp_path / "file" / "run"))
+
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(runfolder.Path, "mkdir", refuse)
+    with pytest.raises(ConfigError, match=r"output_dir: .*\(Permission denied"):
+        runfolder.create_run_folder(tmp_path, "name")
+
+
 def test_other_processes_take_the_first_ones_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ConfigError, match=r"run_dir: several processes were started by a launcher"):
