@@ -5,8 +5,10 @@ let through into the tree, and the schema then reports all of them together, eac
 that it came from.
 """
 
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,11 @@ def compose(entry: str, overrides: Sequence[str]) -> Tree:
     """
     parsed, problems = _parse(overrides)
     wrong, usable = _check_groups(parsed)
-    tree = _compose(entry, usable)
-    problems += wrong + check(tree, SCHEMAS[entry])
-    raise_for(problems, _origin(entry, parsed))
+    tree, copies = _compose(entry, usable)
+    found = check(tree, SCHEMAS[entry])
+    keys = {problem.key for problem in found}
+    problems += wrong + [p for p in found if copies.get(p.key) not in keys]  # told once, where the value was given
+    raise_for(problems, _origin(entry, parsed, overrides))
     return tree
 
 
@@ -129,6 +133,10 @@ def _check_sweep(entry: str, sweep: list[list[str]]) -> list[Job]:
             )
             lines[text + "start each job by itself, without -m"] = None
         checked.append((tree, overrides))
+    for folder, count in Counter(tree["run_dir"] for tree, _ in checked if tree["run_dir"] is not None).items():
+        if count > 1:
+            text = f"  run_dir: found {folder} for {count} jobs of the sweep; allowed: a folder for each"
+            lines[f"{text}; leave it out, and each job gets one below <output_dir>/<name>"] = None
     if lines:
         raise ConfigError("\n".join([f"{len(lines)} problem(s) in the configuration of the sweep:", *lines]))
     return checked
@@ -141,7 +149,10 @@ def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
         try:
             parsed += OverridesParser.create().parse_overrides([text])
         except HydraException as error:
-            wrong.append(Problem(text, "an override that cannot be read", "key=value", str(error).splitlines()[0]))
+            hint = str(error).splitlines()[0]
+            if set(" '\"()") & set(text.partition("=")[2]):
+                hint += """; a value with blanks, quotes or parentheses is quoted twice: 'data.root="/a b (c)"'"""
+            wrong.append(Problem(text, "an override that cannot be read", "key=value", hint))
     return parsed, wrong
 
 
@@ -166,12 +177,22 @@ def _check_groups(overrides: list[Override]) -> tuple[list[Problem], list[str]]:
     return problems, usable
 
 
-def _compose(entry: str, overrides: Sequence[str]) -> Tree:
+def _compose(entry: str, overrides: Sequence[str]) -> tuple[Tree, dict[str, str]]:
+    """The configuration, and the keys that are copies of others: {"optimizer.lr": "model.recipe.lr"}."""
     try:
         with initialize_config_dir(version_base=VERSION_BASE, config_dir=str(conf_dir().resolve())):
-            return _plain(hydra_compose(config_name=entry, overrides=list(overrides)))
+            cfg = hydra_compose(config_name=entry, overrides=list(overrides))
+            return _plain(cfg), dict(_copies(OmegaConf.to_container(cfg)))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"The configuration cannot be composed: {error}") from error
+
+
+def _copies(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in node.items() if isinstance(node, dict) else ():
+        whole = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+        if whole:
+            yield f"{path}{key}", whole[1]
+        yield from _copies(value, f"{path}{key}.")
 
 
 def _plain(cfg: DictConfig) -> Tree:
@@ -180,16 +201,16 @@ def _plain(cfg: DictConfig) -> Tree:
     return {str(key): value for key, value in tree.items() if key != "hydra"}
 
 
-def _origin(entry: str, overrides: list[Override]) -> Callable[[str], str]:
+def _origin(entry: str, overrides: list[Override], words: Sequence[str]) -> Callable[[str], str]:
     """Where a key's value came from: the command line, the experiment's file, its group's file, or the main file."""
     given = {o.key_or_group: o.value() for o in overrides}
 
     def of(key: str) -> str:
-        if any(key == k or key.startswith(f"{k}.") for k in given if "." in k or k == key) or "=" in key:
+        if key in words or any(key == k or key.startswith(f"{k}.") for k in given if k == key or not _is_group(k)):
             return "command line"
         files = [f"experiment/{given['experiment']}.yaml"] if given.get("experiment") else []
         group = key.split(".")[0]
-        if (conf_dir() / group).is_dir():
+        if _is_group(group):
             choice = given.get(group) or _default_choice(entry, group)
             files.append(f"{group}/{choice}.yaml")
         for file in files:
@@ -199,6 +220,10 @@ def _origin(entry: str, overrides: list[Override]) -> Callable[[str], str]:
         return f"conf/{entry}.yaml"
 
     return of
+
+
+def _is_group(key: str) -> bool:
+    return (conf_dir() / key).is_dir()
 
 
 def _default_choice(entry: str, group: str) -> str | None:

@@ -316,8 +316,14 @@ def _padding_exists(tree: Mapping[str, Any]) -> list[Problem]:
     return [Problem("model.pad_value", found, "0 (OWL-ViT warps images, nothing is padded)")]
 
 
+def _some_n(tree: Mapping[str, Any]) -> list[Problem]:
+    if tree["benchmark"]["n_negatives"] != []:
+        return []
+    return [Problem("benchmark.n_negatives", "[]", "one N at least, or null for each benchmark's own")]
+
+
 # (groups that a rule reads, rule)
-COMMON_RULES = ((("trainer",), _precision_exists), (("model",), _padding_exists))
+COMMON_RULES = ((("benchmark",), _some_n), (("trainer",), _precision_exists), (("model",), _padding_exists))
 TRAINING_RULES = (
     (("optimizer",), _optimizer_known),
     (("trainer",), _batches_divide),

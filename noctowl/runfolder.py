@@ -57,8 +57,8 @@ def create_run_folder(output_dir: str | Path, name: str, explicit: str | None = 
     one's folder through the environment.
 
     Raises:
-        ConfigError: the folder exists and is not empty, or cannot be made; several processes were launched from outside without
-            `run_dir`.
+        ConfigError: the folder exists and is not empty, or cannot be made; several processes were launched from outside
+            without `run_dir`.
     """
     handed_over = os.environ.get(RUN_DIR_VARIABLE)
     if process_rank() > 0:
@@ -74,11 +74,11 @@ def create_run_folder(output_dir: str | Path, name: str, explicit: str | None = 
             raise ConfigError(
                 f"run_dir: {folder} exists and is not empty; allowed: a new or empty folder. Nothing was written."
             )
-        _make(folder, "run_dir", exist_ok=True)
+        make_folder(folder, "run_dir", exist_ok=True)
     else:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         folder = Path(output_dir) / name / f"{stamp}-{secrets.token_hex(3)}"
-        _make(folder, "output_dir", exist_ok=False)
+        make_folder(folder, "output_dir")
     return folder
 
 
@@ -89,13 +89,14 @@ def _filled(folder: Path) -> bool:
         return False  # what is wrong is told when the folder is made
 
 
-def _make(folder: Path, key: str, *, exist_ok: bool) -> None:
+def make_folder(folder: Path, key: str, *, exist_ok: bool = False) -> None:
+    """Raises ConfigError that names `key`, which says where the folder is to be."""
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
         raise ConfigError(
             f"{key}: the folder {folder} cannot be made ({error.strerror or error}: {error.filename or folder}); "
-            f"allowed: a folder below one that exists and can be written to. Set {key} to such a one, or mend what is there."
+            f"allowed: a folder below one that exists and can be written to. Set {key} to one, or mend what is there."
         ) from error
 
 

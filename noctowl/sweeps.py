@@ -9,7 +9,7 @@ from typing import Any
 
 from noctowl.errors import DataError
 from noctowl.plots import Point, tradeoff
-from noctowl.runfolder import read_results, write_json
+from noctowl.runfolder import make_folder, read_results, write_json
 from noctowl.selection import COARSE, FINE
 
 FILE = "sweep.json"
@@ -31,7 +31,7 @@ class Sweep:
         """A new sweep below `parent`, in a folder of its own."""
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         folder = parent / f"sweep-{stamp}-{secrets.token_hex(3)}"
-        folder.mkdir(parents=True)
+        make_folder(folder, "output_dir")
         entries = [{"overrides": list(job), "status": "pending", "folder": None, "error": None} for job in jobs]
         sweep = cls(folder, entries)
         sweep.save()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from noctowl.compose import compose, conf_dir, jobs
+from noctowl.compose import compose, conf_dir, dispatch, jobs
 from noctowl.config import TrainConfig, check
 from noctowl.errors import ConfigError
 
@@ -61,16 +61,24 @@ MISTAKES = {
     "ema.decay=1.0": ("ema.decay", "1.0", "< 1"),
     "optimizer.lr=nan": ("optimizer.lr", "nan", "> 0"),
     "trainer=3": ("trainer (command line)", "3", "cpu, ddp, debug, default"),
+    "foo": ("foo (command line)", "cannot be read", "key=value"),
+    "data.root=/a b (c)": ("(command line)", "cannot be read", """'data.root="/a b (c)"'"""),
     "x=[1": ("x=[1", "cannot be read", "key=value"),
 }
 
+AGAIN = {  # of keys that are above too
+    "+ema={decay: 3}": ("ema.decay (command line)", "3", "< 1"),
+    "model.recipe.lr=-1": ("model.recipe.lr (command line)", "-1", "> 0"),
+    "benchmark.n_negatives=[]": ("benchmark.n_negatives (command line)", "[]", "one N at least"),
+}
 
-@pytest.mark.parametrize("override", MISTAKES)
+
+@pytest.mark.parametrize("override", MISTAKES | AGAIN)
 def test_a_mistake_is_named(override):
     with pytest.raises(ConfigError) as error:
         compose("train", [override])
     assert str(error.value).startswith("1 problem in")
-    for words in MISTAKES[override]:
+    for words in (MISTAKES | AGAIN)[override]:
         assert words in str(error.value)
 
 
@@ -132,6 +140,15 @@ def test_a_sweep_is_split_into_jobs():
         for loss in ("triplet", "cross_entropy")
         for distill in ("none", "mse")
     ]
+
+
+def test_jobs_of_a_sweep_do_not_share_a_folder():
+    ran = []
+    with pytest.raises(ConfigError, match="run_dir: found here for 2 jobs of the sweep; allowed: a folder for each"):
+        dispatch("train", ["loss=triplet,bce", "run_dir=here", "-m"], ran.append)
+    assert ran == []
+    dispatch("train", ["run_dir=here,there", "-m"], ran.append)
+    assert [tree["run_dir"] for tree, _ in ran[0]] == ["here", "there"]
 
 
 def test_a_sweep_file_multiplies():
