@@ -3,6 +3,7 @@
 Legend: M distinct captions, I distinct images, P patches, Dv vision width, D class embedding width.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from noctowl.data.records import Annotations
 from noctowl.errors import DataError
 from noctowl.model import ImageFeatures, OwlDetector
 from noctowl.text import Policy, tokenize
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "memory", "disk", "live", "stream"]
 
@@ -211,6 +214,7 @@ def store(detector: OwlDetector, images: ImageSet, **work: Any) -> ImageFeatures
     width = detector.config.vision_config.hidden_size
     tokens = torch.empty(len(images), detector.num_patches, width)
     boxes = torch.empty(len(images), detector.num_patches, 4)
+    log.info("encoding %s images", len(images))
     for rows, part in encode(detector, images, range(len(images)), **work):
         tokens[rows], boxes[rows] = part.tokens.float().cpu(), part.boxes.float().cpu()
     return ImageFeatures(tokens, boxes, None)

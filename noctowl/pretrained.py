@@ -42,9 +42,13 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=DOWNLOADED))
     except (OSError, ValueError) as error:
+        parent = path.parent
+        absent = (
+            f"{text}: no such folder ({parent} holds: {_listing(parent)}). As a hub id: " if parent.is_dir() else ""
+        )
         at = f" at revision {revision}" if revision else ""
         raise ModelError(
-            f"{text}{at} cannot be fetched from the hub and is not in the local cache "
+            f"{absent}{text}{at} cannot be fetched from the hub and is not in the local cache "
             f"({type(error).__name__}: {str(error).splitlines()[0]}). Without network: run `hf download {text} "
             f"--local-dir FOLDER` on a machine that has it, copy FOLDER here and give its path as the model's source."
         ) from error

@@ -73,12 +73,14 @@ def test_two_runs_are_the_same_bit_by_bit(fresh_detector, world):
     assert all(torch.equal(again[name], value) for name, value in head.items())
 
 
-def test_stored_features_come_in_the_order_of_the_set(fresh_detector, world):
+def test_stored_features_come_in_the_order_of_the_set(fresh_detector, world, caplog):
     detector = fresh_detector()
     images = make_images(detector, world / "images", 0.0)
     file = read_fgovd(world / "annotations" / "benchmarks" / "1_attributes.json")
     images.add(file.image_files, file.image_sizes)
-    features = store(detector, images, batch_size=4, num_workers=0, device=CPU)
+    with caplog.at_level("INFO"):
+        features = store(detector, images, batch_size=4, num_workers=0, device=CPU)
+    assert f"encoding {len(images)} images" in caplog.messages
     assert features.tokens.shape == (len(images), 64, 160)
     assert features.boxes.shape == (len(images), 64, 4)
     for row in range(len(images)):

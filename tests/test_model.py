@@ -274,6 +274,23 @@ def test_absent_sources_are_errors(source, words):
         OwlDetector.from_pretrained(source)
 
 
+def test_a_path_that_looks_like_a_hub_id(tmp_path, monkeypatch):
+    """outputs/<run> misspelt: what is there comes before advice about the hub."""
+
+    def offline(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("noctowl.pretrained.snapshot_download", offline)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "run1").mkdir(parents=True)
+    with pytest.raises(
+        ModelError, match=r"^outputs/run2: no such folder \(outputs holds: run1\)\. As a hub id: outputs"
+    ):
+        OwlDetector.from_pretrained("outputs/run2")
+    with pytest.raises(ModelError, match=r"^owner/name cannot be fetched from the hub"):
+        OwlDetector.from_pretrained("owner/name")
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("file", "content", "words"),

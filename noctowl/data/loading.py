@@ -5,6 +5,7 @@ build one: a missing image would look like a fault of the program. Here errors t
 process that trains or evaluates.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -47,8 +48,14 @@ class Loader(DataLoader[T]):
             yield batch
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def make_loader(
     dataset: Dataset[Any], *, collate_fn: Callable[[list[Any]], Any] = default_collate, **options: Any
 ) -> Loader[Any]:
-    """A DataLoader over a map-style data set; `options` are those of torch's."""
+    """A DataLoader over a map-style data set; `options` are those of torch's. No more workers than usable CPUs."""
+    options["num_workers"] = min(options.get("num_workers", 0), usable_cpus())
     return Loader(_Guarded(dataset), collate_fn=_Collate(collate_fn), **options)

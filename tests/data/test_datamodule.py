@@ -10,6 +10,7 @@ from noctowl.data.batch import collate
 from noctowl.data.datamodule import DataModule, TrainingSet
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.images import ImageError
+from noctowl.data.loading import make_loader, usable_cpus
 from noctowl.features import TextBank
 from noctowl.model import ImageFeatures
 
@@ -122,3 +123,8 @@ def test_a_missing_image_is_told_as_it_is(fresh_detector, root, workers):
     path = root / "images" / "train2017" / "000000000007.jpg"
     assert str(error.value).startswith(f"{path}: the image file is missing.")
     assert error.value.kind == "missing"
+
+
+def test_no_more_workers_than_cpus():
+    assert make_loader([1, 2], num_workers=100_000).num_workers == usable_cpus() >= 1
+    assert make_loader([1, 2]).num_workers == 0
