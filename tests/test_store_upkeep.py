@@ -113,3 +113,12 @@ class TestMaintenance:
         room = store.room(images)
         assert (room.images, room.missing, room.needed) == (8, 5, 5 * ROW)
         assert room.free > 0
+
+
+def test_one_is_not_plural(capsys):
+    report = {"key": "a" * 64, "images": 8, "shards": 1, "repaired": False, "problems": []}
+    problem = {"file": "f", "kind": "missing", "detail": "", "images": 8, "action": "none"}
+    assert print_verify([report, {**report, "shards": 2, "problems": [problem]}]) == 1
+    said = capsys.readouterr().out
+    assert "8 images in 1 shard, all good" in said
+    assert "8 images in 2 shards, 1 problem\n" in said

@@ -22,9 +22,13 @@ def print_verify(reports: Sequence[Mapping[str, Any]], console: Console | None =
         console.print(table)
     for report in reports:
         count = len(report["problems"])
-        end = "all good" if not count else f"{count} problems" + (", repaired" if report["repaired"] else "")
-        console.print(f"{report['key'][:12]}: {report['images']} images in {report['shards']} shards, {end}")
+        end = "all good" if not count else _many(count, "problem") + (", repaired" if report["repaired"] else "")
+        console.print(f"{report['key'][:12]}: {report['images']} images in {_many(report['shards'], 'shard')}, {end}")
     return int(any(report["problems"] and not report["repaired"] for report in reports))
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 def print_info(reports: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
