@@ -21,13 +21,15 @@ from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_annotations, find_benchmarks, find_file, find_images
 from noctowl.data.images import Preprocessor
 from noctowl.data.synthetic import SyntheticSettings, synthetic_root
-from noctowl.errors import DataError
+from noctowl.errors import DataError, ModelError
 from noctowl.eval.blind import concatenate, text_sets
 from noctowl.eval.evidence import CHEAP, Asked
 from noctowl.eval.suite import KEYS, Suite, default_negatives
 from noctowl.export import load_head
 from noctowl.features import ImageSet, TextBank
+from noctowl.hashing import state_sha256
 from noctowl.model import OwlDetector
+from noctowl.runfolder import read_results
 from noctowl.validation import raise_for
 
 Tree = dict[str, Any]
@@ -149,7 +151,7 @@ class Preparation:
         model = {**tree["model"], **EXPORTED, "source": tree["checkpoint"]} if folder else tree["model"]
         ready: Evaluated = self._share(key, lambda: prepare_evaluation(tree, model))
         if tree["checkpoint"] is not None and not folder:
-            load_head(ready.detector, head_of(tree["checkpoint"]))
+            load_head_of(ready.detector, tree["checkpoint"])
         return ready
 
     def _share(self, key: str, make: Callable[[], Any]) -> Any:
@@ -258,8 +260,24 @@ def head_of(run: str) -> Path:
 def load_checkpoint(run: Path, model: Mapping[str, Any]) -> OwlDetector:
     """A run's selected head on its base."""
     detector = load_detector(model)
-    load_head(detector, head_of(str(run)))
+    load_head_of(detector, run)
     return detector
+
+
+def load_head_of(detector: OwlDetector, run: str | Path) -> None:
+    """Puts a run's selected head into the detector; raises ModelError if the run's results are of another head."""
+    head, results = head_of(str(run)), Path(run) / "results.json"
+    load_head(detector, head)
+    if not results.is_file():
+        log.warning("%s has no results.json: the run has not finished, this is its best head so far", run)
+        return
+    expected = read_results(results).get("provenance", {}).get("head_sha256")
+    found = state_sha256(detector.trainable_state())
+    if expected is not None and expected != found:
+        raise ModelError(
+            f"{head} is not the head that {results} is about: sha256 of its weights is {found}, provenance.head_sha256 "
+            f"there {expected}. Put the run's own head back, or finish the run again with resume={run}."
+        )
 
 
 def work_of(tree: Tree, device: torch.device) -> Tree:

@@ -234,11 +234,25 @@ def test_checkpoint_that_does_not_exist(fails, tmp_path):
     assert str(tmp_path / "nowhere") in message
 
 
-def test_run_without_a_head(fails, command, root, tmp_path):
+def test_run_without_its_head(fails, command, root, tmp_path, caplog):
     run = tmp_path / "run"
     assert command("train", *settings(root), f"run_dir={run}", "test=false").code == 0
     head = run / "checkpoints" / "best.safetensors"
-    head.write_bytes(head.read_bytes()[:100])
+    whole, results = head.read_bytes(), run / "results.json"
+    told = json.loads(results.read_text())
+    right, wrong = told["provenance"]["head_sha256"], "0" * 64
+    assert right != wrong
+    told["provenance"]["head_sha256"] = wrong
+    results.write_text(json.dumps(told))
+    message = fails(f"checkpoint={run}", entry="evaluate")
+    assert f"{head} is not the head that {results} is about" in message
+    assert right in message
+    assert wrong in message
+    results.unlink()
+    with caplog.at_level("WARNING"):
+        assert command("evaluate", *settings(root, "evaluate"), f"checkpoint={run}").code == 0
+    assert f"{run} has no results.json: the run has not finished, this is its best head so far" in caplog.messages
+    head.write_bytes(whole[:100])
     assert f"{head} is not a readable head file" in fails(f"checkpoint={run}", entry="evaluate")
     head.unlink()
     assert f"{head} is missing: the run has not kept an epoch yet" in fails(f"checkpoint={run}", entry="evaluate")
