@@ -7,7 +7,7 @@ that cannot be read, an image that is missing, damaged or of another size than i
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,16 +50,35 @@ class FileReport:
 
 
 @dataclass
+class Configured:
+    """A file that training would read. `asked`: its key was given on the command line, so that absence is fatal."""
+
+    key: str
+    path: str
+    found: bool
+    asked: bool
+
+    def __str__(self) -> str:
+        if self.found:
+            return f"{self.key}: {self.path} found"
+        return (
+            f"{self.key}: {self.path} is missing: training would stop there. Set {self.key} to one of the files above."
+        )
+
+
+@dataclass
 class CheckReport:
     """All files. `problems` holds one line for each fatal finding and for each image whose orientation is a guess."""
 
     files: list[FileReport]
     problems: list[str]
+    configured: list[Configured] = field(default_factory=list)
 
     @property
     def fatal(self) -> bool:
         """Something makes the data unusable."""
-        return any(file.error or any(file.image_files.get(kind) for kind in FATAL_KINDS) for file in self.files)
+        lacking = any(file.asked and not file.found for file in self.configured)
+        return lacking or any(f.error or any(f.image_files.get(kind) for kind in FATAL_KINDS) for f in self.files)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able; keyed by the file's path below the annotations' folder."""
@@ -67,6 +86,7 @@ class CheckReport:
             "fatal": self.fatal,
             "files": {file.path: {k: v for k, v in asdict(file).items() if k != "path"} for file in self.files},
             "problems": self.problems,
+            "configured": {c.key: {"path": c.path, "found": c.found, "asked": c.asked} for c in self.configured},
         }
 
     def print(self, console: Console | None = None) -> None:
@@ -77,6 +97,8 @@ class CheckReport:
         table = Table(
             title="kept at N: images/objects/positive captions with N negatives that fit the token limit",
             title_justify="left",
+            caption="tokens of OWL's CLIP tokenizer; model=tiny has a smaller one and drops more",
+            caption_justify="left",
         )
         table.add_column("", no_wrap=True)
         for file in self.files:
@@ -92,6 +114,8 @@ class CheckReport:
             console.print(f"- {problem}", markup=False, highlight=False, soft_wrap=True)
         if len(self.problems) > SHOWN_PROBLEMS:
             console.print(f"… and {len(self.problems) - SHOWN_PROBLEMS} more (--json lists all).")
+        for one in self.configured:
+            console.print(f"- {one}", markup=False, highlight=False, soft_wrap=True)
         console.print("FATAL: this data cannot be used as it is." if self.fatal else "Nothing fatal.")
 
 
@@ -229,10 +253,13 @@ def check_data(
     files: Sequence[str] | None = None,
     skip_images: bool = False,
     as_json: bool = False,
+    configured: Mapping[str, str] | None = None,
+    asked: Collection[str] = (),
 ) -> int:
     """Check a data root and print the report; 0 where nothing is fatal, 1 otherwise.
 
     `files`: names below the annotations' folder (default: all of training_sets, validation_sets and benchmarks).
+    `configured`: key -> file that training would read ("data.train_file", …); those in `asked` must be there.
     Raises DataError where root, images or annotations cannot be found at all.
     """
     folder = find_annotations(root, annotations)
@@ -242,6 +269,9 @@ def check_data(
             f"{folder}: no annotation files to check.{what_is_there(folder)} Name them, or set data.annotations."
         )
     report = check(files=paths, images=None if skip_images else find_images(root, images), root=folder)
+    for key, name in (configured or {}).items():
+        path = folder / name
+        report.configured.append(Configured(key, str(path), path.is_file(), key in asked))
     if as_json:
         print(json.dumps(report.to_json(), indent=1))
     else:

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
 
     check = commands.add_parser("check", help="read a data root and report what is in it and what is wrong")
-    check.add_argument("overrides", nargs="*", help="data=…, data.root=…, data.images=…, data.annotations=…")
+    check.add_argument("overrides", nargs="*", help="data=…, data.root=…, data.images=…, data.train_file=…, …")
     check.add_argument("--files", nargs="+", help="annotation files below the annotations folder (default: all)")
     check.add_argument("--no-images", action="store_true", help="annotation files only")
     check.add_argument("--json", action="store_true", help="the report as JSON")
@@ -104,6 +104,13 @@ def _features_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]
             parser.add_argument("--yes", action="store_true", help="remove, do not only list")
 
 
+def _no_progress_bars() -> None:
+    """Of transformers, when it reads and writes weights."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 def _features_root(arguments: argparse.Namespace) -> Path:
     from noctowl.compose import compose
 
@@ -114,6 +121,7 @@ def _features_build(arguments: argparse.Namespace) -> int:
     from noctowl.assembly import build_features
     from noctowl.compose import compose
 
+    _no_progress_bars()
     print(build_features(compose("train", ["features=disk", *arguments.overrides])))
     return 0
 
@@ -151,6 +159,8 @@ def _check(arguments: argparse.Namespace) -> int:
         files=arguments.files,
         skip_images=arguments.no_images,
         as_json=arguments.json,
+        configured={key: data[key.removeprefix("data.")] for key in ("data.train_file", "data.val_file")},
+        asked=[word.split("=")[0].lstrip("+") for word in arguments.overrides],
     )
 
 
@@ -159,6 +169,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from noctowl.export import export
     from noctowl.runfolder import read_config, read_results
 
+    _no_progress_bars()
     config = read_config(arguments.run_folder)
     provenance = read_results(arguments.run_folder / "results.json")["provenance"]
     export(load_checkpoint(arguments.run_folder, config["model"]), arguments.out, provenance=provenance)
@@ -198,5 +209,6 @@ def _synthetic(arguments: argparse.Namespace) -> int:
 def _pretrain(arguments: argparse.Namespace) -> int:
     from noctowl.pretrain import main as pretrain_main
 
+    _no_progress_bars()
     pretrain_main(arguments.arguments)
     return 0

@@ -6,6 +6,7 @@ from PIL import Image
 from rich.console import Console
 
 from noctowl.check import check, check_data
+from noctowl.cli import main as cli
 from noctowl.errors import DataError
 
 
@@ -133,6 +134,23 @@ def test_the_table_says_it_all(root, write_fgovd, fgovd):
     check(files=files[:1], images=None).print(Console(file=out))
     assert "image files" not in out.getvalue()
     assert "Nothing fatal." in out.getvalue()
+
+
+def test_files_that_training_would_read(root, capsys):
+    """Missing ones are told, and fatal where they were asked for."""
+    there, overrides = "benchmarks/1_attributes.json", ["check", "data=fgovd", f"data.root={root}"]
+    train, val = (root / "annotations" / f"{kind}_sets" / "1_attributes.json" for kind in ("training", "validation"))
+    assert cli(overrides) == 0
+    said = capsys.readouterr().out
+    assert f"- data.train_file: {train} is missing: training would stop there. Set data.train_file to one of" in said
+    assert f"- data.val_file: {val} is missing" in said
+    assert "tokens of OWL's CLIP tokenizer; model=tiny has a smaller one" in " ".join(said.split())
+    assert cli([*overrides, f"data.train_file={there}", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["configured"]
+    assert report["data.train_file"] == {"path": str(root / "annotations" / there), "found": True, "asked": True}
+    assert report["data.val_file"] == {"path": str(val), "found": False, "asked": False}
+    assert cli([*overrides, "data.val_file=validation_sets/1_attributes.json"]) == 1
+    assert "FATAL" in capsys.readouterr().out
 
 
 @pytest.mark.golden
