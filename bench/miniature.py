@@ -14,7 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
-import logging
 import statistics
 import sys
 import time
@@ -34,6 +33,7 @@ from noctowl.data.files import find_benchmarks
 from noctowl.eval import blind
 from noctowl.eval.controls import summarise, text_controls
 from noctowl.eval.predictions import Predictions
+from noctowl.launch import speak
 from noctowl.pictures import contact_sheet, panel, samples
 from noctowl.plots import Point, tradeoff
 from noctowl.run import evaluate, train_together
@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=None, help="run folders go below it")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
+    speak()
     out = options.out or Path("outputs") / ("quickstart" if options.quick else "miniature") / time.strftime(
         "%Y%m%d-%H%M%S"
     )
