@@ -5,8 +5,9 @@
     python train.py loss=triplet,cross_entropy distill=none,mse -m           a sweep
     python train.py --help                                   every group and key
 
-A run leaves outputs/<name>/<time+unique>/ with config.yaml, metrics.csv, results.json, predictions/, checkpoints/ and export/;
-its last line is `results: <path>`. Exit code 2: something in the configuration or the data has to be mended; the message says what.
+A run leaves outputs/<name>/<time+unique>/ with config.yaml, metrics.csv, results.json, report.html, predictions/,
+checkpoints/ and export/; its last line is `results: <path>`. Exit codes: 2, something in the configuration or the data
+has to be mended, and the message says what; 130 after Ctrl-C and 143 after SIGTERM, then resume=<run> continues.
 """
 
 import sys
