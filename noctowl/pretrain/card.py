@@ -52,6 +52,7 @@ attributes a little. It exists to show the method's effects in seconds. **It say
 
 ```python
 from transformers import AutoModelForZeroShotObjectDetection, AutoProcessor
+
 model, processor = (c.from_pretrained("{folder}") for c in (AutoModelForZeroShotObjectDetection, AutoProcessor))
 ```
 
