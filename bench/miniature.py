@@ -218,7 +218,8 @@ def publish(rows: dict[str, list[Run]], seeds: Sequence[int]) -> None:
         "miniature",
         "## The miniature\n\n`python bench/miniature.py`: test images, N = 5, mean and standard deviation over "
         f"{len(seeds)} training seeds; mAP and AP in percent. Coarse AP with NMS at IoU 0.5.\nOf the Hard objects, "
-        "top-1: share whose true caption ranks first; unseen: the same where no training showed class and colour together.\n"
+        "top-1: share whose true caption ranks first; unseen: the same where no training showed class and colour "
+        "together.\n"
         "The recipe was chosen on the validation files; each head read the test files once.\n\n"
         + markdown(rows)
         + "\n\nRankers that never see an image (top-1 on the same files, 95 % intervals):\n\n"
