@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """Model and data of the run that is evaluated, unless the command line chooses others.
+    """Model, data and compat of the run that is evaluated, unless the command line chooses others.
 
     Single keys of the command line (data.root=…) are set on top of what the run had. Raises ConfigError where the
     run's configuration is none of this version's.
@@ -52,6 +52,8 @@ def inherit(tree: Tree, overrides: Sequence[str]) -> Tree:
             for group in {"model", "data"} - given:
                 keys = [key.split(".")[1:] for key in given if key.startswith(f"{group}.")]
                 tree = {**tree, group: _overlaid(config.get(group, {}), tree[group], keys)}
+            if "compat" not in given:
+                tree = {**tree, "compat": config.get("compat", tree["compat"])}
             where = str(run / "config.yaml")
             raise_for(check(tree, EvaluateConfig), lambda _, where=where: where)  # type: ignore[misc]
         elif "data" not in {key.split(".")[0] for key in given}:
@@ -199,6 +201,7 @@ def prepare(tree: Tree) -> Prepared:
     data.dataset.embeddings = bank.embeddings  # the bank has grown since
     frozen = features_of(tree, detector, images, device)
     data.dataset.stored = frozen.stored
+    data.dataset.images = images.for_workers()
     return Prepared(detector, device, bank, data, names, queries, validation, test, frozen)
 
 
@@ -233,7 +236,7 @@ def load_detector(model: Mapping[str, Any]) -> OwlDetector:
         source = str(model["name"])  # the architecture; no hub needed
     return OwlDetector.from_pretrained(
         source,
-        revision=model["revision"],
+        revision=None if Path(source).exists() else model["revision"],  # folders have none
         weights=model["weights"],
         seed=model["recipe"]["seed"],
         expect=model["model_type"],
@@ -241,7 +244,7 @@ def load_detector(model: Mapping[str, Any]) -> OwlDetector:
     )
 
 
-EXPORTED: dict[str, Any] = {"weights": "pretrained", "revision": None}  # a folder or hub id in the place of a base
+EXPORTED: dict[str, Any] = {"weights": "pretrained"}  # a folder or hub id in the place of a base
 
 
 def is_run(checkpoint: str) -> bool:

@@ -20,6 +20,7 @@ from rich.table import Table
 from noctowl.data.fgovd import TOKEN_LIMIT, processable, read_fgovd, subset_counts
 from noctowl.data.files import annotation_files, find_annotations, find_file, find_images, what_is_there
 from noctowl.data.images import ImageError, load_image, resolve_image
+from noctowl.data.masks import boxes_off_their_masks
 from noctowl.data.records import Annotations
 from noctowl.errors import DataError
 from noctowl.text import clip_tokenizer, token_lengths
@@ -148,6 +149,9 @@ def _column(file: FileReport) -> dict[str, str]:
         ("objects with differing negatives", "differing_negatives"),
         ("captions with stray blanks", "stray_blanks"),
         ("images without objects", "images_without_objects"),
+        ("objects with a mask", "masks"),
+        ("boxes > 2 px off their mask", "boxes_off_their_masks"),
+        ("masks that cannot be read", "damaged_masks"),
     ):
         cells[label] = number(counts, key)
     for label, key in (
@@ -213,7 +217,7 @@ def _describe(annotations: Annotations, lengths: np.ndarray, shown: str) -> File
         vocabularies=len(annotations),
         negatives={"min": int(negatives.min()), "mean": float(negatives.mean()), "max": int(negatives.max())},
         tokens={"longest": int(lengths.max()), "over_limit": int((lengths > TOKEN_LIMIT).sum())},
-        counts=annotations.counts,
+        counts={**annotations.counts, **boxes_off_their_masks(annotations.path)},
         subsets=subsets,
     )
 

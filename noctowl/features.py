@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from noctowl.data.images import Preprocessor, load_rgb, resolve_image
 from noctowl.data.loading import make_loader
-from noctowl.data.records import Annotations
+from noctowl.data.records import Annotations, Strings
 from noctowl.errors import DataError
 from noctowl.model import ImageFeatures, OwlDetector
 from noctowl.text import Policy, tokenize
@@ -123,6 +123,10 @@ class ImageSet(Dataset[Tensor]):
             rows.append(row)
         return np.array(rows, np.int64)
 
+    def for_workers(self) -> Dataset[Tensor]:
+        """The set as loader workers hold it."""
+        return _WorkerImages(self)
+
     def __len__(self) -> int:
         return len(self.files)
 
@@ -131,10 +135,25 @@ class ImageSet(Dataset[Tensor]):
         return self.preprocessor(load_rgb(path, expected_size=self.sizes[row]))
 
 
+class _WorkerImages(Dataset[Tensor]):
+    """An image set in arrays, no Python object per image: memory does not grow with the workers."""
+
+    def __init__(self, images: ImageSet):
+        self.root, self.preprocessor = images.root, images.preprocessor
+        self.files, self.sizes = Strings(images.files), np.array(images.sizes, np.int32).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, row: int) -> Tensor:
+        width, height = (int(side) for side in self.sizes[row])
+        return self.preprocessor(load_rgb(resolve_image(self.root, self.files[row]), expected_size=(width, height)))
+
+
 @dataclass
 class _Selected(Dataset[tuple[int, Tensor]]):
-    images: ImageSet
-    rows: Sequence[int]
+    images: Dataset[Tensor]
+    rows: np.ndarray  # int64
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -154,7 +173,9 @@ def encode(
     autocast: torch.dtype | None = None,
 ) -> Iterator[tuple[list[int], ImageFeatures]]:
     """One forward per image, in the order of `rows`; yields (rows, features on `device`) a batch at a time."""
-    loader = make_loader(_Selected(images, rows), batch_size=batch_size, num_workers=num_workers)
+    loader = make_loader(
+        _Selected(images.for_workers(), np.asarray(rows, np.int64)), batch_size=batch_size, num_workers=num_workers
+    )
     precision: Any = torch.autocast(device.type, autocast) if autocast else nullcontext()
     for chunk, pixels in loader:
         with precision:

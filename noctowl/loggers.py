@@ -4,10 +4,12 @@ import csv
 import io
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -113,9 +115,10 @@ def make_loggers(
 def _wandb(
     folder: Path, settings: Mapping[str, Any], *, name: str, config: Mapping[str, Any], group: str | None
 ) -> WandbLogger:
-    offline = not os.environ.get("WANDB_API_KEY")
+    reason = _why_offline(os.environ)
+    offline = reason is not None
     if offline:
-        log.warning("no WANDB_API_KEY: W&B writes offline; upload later with `wandb sync %s/wandb/offline-*`", folder)
+        log.warning("%s: W&B writes offline; upload later with `wandb sync %s/wandb/offline-*`", reason, folder)
     file = folder / WANDB_ID
     known = file.read_text(encoding="utf-8").strip() if file.is_file() else None
     logger = WandbLogger(
@@ -165,3 +168,17 @@ def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], limit:
         if isinstance(logger, WandbLogger):
             for name, path in list(pictures.items())[:limit]:
                 logger.log_image(name, [str(path)])
+
+
+def _why_offline(environment: Mapping[str, str]) -> str | None:
+    """Why W&B cannot be reached: it is told so, there is no key, or its host does not answer; None where it can be."""
+    if environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return f"WANDB_MODE={environment['WANDB_MODE']}"
+    if not environment.get("WANDB_API_KEY"):
+        return "no WANDB_API_KEY"
+    host = urlparse(environment.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    try:
+        socket.create_connection((host.hostname or "", host.port or 443), timeout=3).close()
+    except OSError as error:
+        return f"{host.hostname} does not answer ({error})"
+    return None

@@ -11,6 +11,7 @@ import torch
 from noctowl.assembly import make_images
 from noctowl.data.datamodule import DataModule
 from noctowl.data.fgovd import read_fgovd
+from noctowl.data.images import Preprocessor
 from noctowl.errors import DataError
 from noctowl.features import ImageSet, TextBank, choose_mode, chunks, encode, store
 from noctowl.text import tokenize
@@ -190,3 +191,14 @@ def test_an_image_has_one_size(fresh_detector, tmp_path):
     assert images.sizes == [(4, 3), (5, 5)]
     with pytest.raises(DataError, match=r"b.png: one annotation file says \(5, 5\), another \(5, 4\)"):
         images.add(["c.png", "b.png"], [(1, 1), (5, 4)])
+
+
+def test_workers_hold_arrays_only(fresh_detector, coco_mini):
+    """No Python object per image: memory does not grow with the loader's workers."""
+    images = ImageSet(coco_mini / "images", Preprocessor(fresh_detector().image_processor))
+    file = read_fgovd(coco_mini / "annotations/benchmarks/1_attributes.json")
+    images.add(file.image_files, file.image_sizes)
+    held = images.for_workers()
+    assert len(held) == len(images) == 35
+    assert not [name for name, value in vars(held).items() if isinstance(value, list | dict | tuple)]
+    assert torch.equal(held[3], images[3])

@@ -80,8 +80,8 @@ def test_command(command, world, request, tmp_path, monkeypatch, capsys):
     if any(w.startswith(("checkpoint=", "predictions=")) for w in rest):
         small = SMALL[3:]  # the run's own data
     assert main(entry, [*rest[1:], *small, "trainer=cpu", f"output_dir={tmp_path}"]) == 0
-    printed = capsys.readouterr().out.strip().splitlines()[-1]
-    results = Path(printed.removeprefix("results: "))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("results: ")]
+    results = Path(printed[-1].removeprefix("results: "))
     metrics = json.loads(results.read_text())["metrics"]
     assert any(key.startswith("fgovd/hard/n") and key.endswith("/map") for key in metrics)
 
@@ -116,6 +116,11 @@ def test_scripts_start_from_anywhere(tmp_path):
         assert "did you mean 'model'?" in wrong.stderr
         assert "Traceback" not in wrong.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_console_script_is_a_module_too():
+    done = subprocess.run([sys.executable, "-m", "noctowl", "--version"], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("noctowl ")
 
 
 def test_usage_message_in_the_readme_is_the_real_one(capsys):

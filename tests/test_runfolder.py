@@ -120,3 +120,14 @@ def test_foreign_and_damaged_files_are_named(tmp_path):
             runfolder.read_results(results)
     results.write_text('{"version": 1, "metrics": {}}')
     assert runfolder.read_results(results)["metrics"] == {}
+
+
+def test_why_wandb_is_offline():
+    """Told so, no key, or a host that does not answer: never a wait of minutes, never a silent loss."""
+    from noctowl.loggers import _why_offline
+
+    assert _why_offline({}) == "no WANDB_API_KEY"
+    assert _why_offline({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}) == "WANDB_MODE=offline"
+    closed = _why_offline({"WANDB_API_KEY": "k", "WANDB_BASE_URL": "http://127.0.0.1:9"})
+    assert closed is not None
+    assert closed.startswith("127.0.0.1 does not answer")

@@ -35,7 +35,7 @@ class TrainingSet(Dataset[Item]):
     annotations: Annotations
     kept: np.ndarray
     n_negatives: int
-    images: ImageSet
+    images: ImageSet | Dataset[torch.Tensor]
     image_rows: np.ndarray
     embeddings: torch.Tensor
     caption_rows: np.ndarray

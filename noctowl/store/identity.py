@@ -94,6 +94,10 @@ class VerifiedImages(ImageSet):
         super().__init__(images.root, images.preprocessor, images.files, images.sizes)
         self.planned = planned
 
+    def for_workers(self) -> "VerifiedImages":
+        """Itself: what was planned for each image goes along, a shard's worth at a time."""
+        return self
+
     def __getitem__(self, row: int) -> Tensor:
         path = resolve_image(self.root, self.files[row])
         try:

@@ -117,8 +117,12 @@ def test_predictions_of_another_file_are_refused(real):
 
 
 def test_more_negatives_than_any_vocabulary_has(fresh_detector, coco_mini):
+    """An N that a file cannot serve is left out; where none is left it is an error."""
     with pytest.raises(DataError, match=r"transparency.json: N = 7 negatives asked, no vocabulary has more than 2"):
-        make_suite(coco_mini, fresh_detector(), ["transparency"], (2, 7))
+        make_suite(coco_mini, fresh_detector(), ["transparency"], (7,))
+    suite = make_suite(coco_mini, fresh_detector(), ["hard", "transparency"], (2, 7))
+    assert suite.benchmarks["hard"].n_negatives == (2, 7)
+    assert suite.benchmarks["transparency"].n_negatives == (2,)
 
 
 def test_short_vocabularies_can_be_kept(fresh_detector, coco_mini, tmp_path):
