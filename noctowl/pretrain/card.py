@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import Owlv2Processor
 
 from noctowl.architectures import image_processor
+from noctowl.data.files import BENCHMARKS
 from noctowl.data.images import Preprocessor
 from noctowl.data.synthetic import MANIFEST
 from noctowl.data.world import PRETRAIN
@@ -28,17 +29,6 @@ from noctowl.pretrain.model import Pretrainee
 
 PROVENANCE = "provenance.json"
 COARSE_NMS_IOU = 0.5
-BENCHMARKS = {
-    "hard": "1_attributes",
-    "medium": "2_attributes",
-    "easy": "3_attributes",
-    "trivial": "shuffle_negatives",
-    "color": "color",
-    "material": "material",
-    "pattern": "pattern",
-    "transparency": "transparency",
-}
-
 CARD = """---
 library_name: transformers
 license: apache-2.0
