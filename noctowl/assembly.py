@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from noctowl import runfolder, training
 from noctowl.compose import conf_dir
@@ -30,6 +31,7 @@ from noctowl.features import ImageSet, TextBank
 from noctowl.hashing import state_sha256
 from noctowl.model import OwlDetector
 from noctowl.runfolder import read_results
+from noctowl.store import FeatureStore, build
 from noctowl.validation import raise_for
 
 Tree = dict[str, Any]
@@ -206,9 +208,21 @@ def prepare(tree: Tree) -> Prepared:
 
 
 def build_features(tree: Tree) -> str:
-    """Have features of all images of the training, validation and benchmark files in the store; says what was done."""
-    ready = prepare(tree)
-    return f"{ready.frozen.reason} (in {Path(tree['features']['root']).expanduser()})"
+    """Have features of all images of the training, validation and benchmark files in the store; says what was done.
+
+    Processes of one launch (accelerate, torchrun) encode a share each; other builders share through the store's claims.
+    """
+    chosen = tree["features"]
+    ready = prepare({**tree, "features": {**chosen, "mode": "live"}})  # plans and reads, encodes no image
+    images, work, device = ready.validation.images, work_of(tree, ready.device), ready.device
+    options = {"dtype": chosen["dtype"], "device": device, "autocast": work["autocast"]}
+    shelf = FeatureStore.for_model(Path(chosen["root"]).expanduser(), ready.detector, images.preprocessor, **options)
+    state = PartialState(cpu=device.type == "cpu")
+    with state.split_between_processes(list(range(len(images)))) as rows:
+        own = build(shelf, ready.detector, images, rows, **work)
+    state.wait_for_everyone()
+    rest = build(shelf, ready.detector, images, **work)  # nothing, unless another process lost its share
+    return f"{own.found} found, {own.encoded + rest.encoded} encoded; {rest.images} images in {shelf.folder}"
 
 
 def make_images(detector: OwlDetector, root: Path, pad_value: float) -> ImageSet:

@@ -7,7 +7,10 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -208,3 +211,20 @@ class TestProcesses:
             assert problems(built, repair=True) == []
             assert [p["removed"] for p in prune(built.root, [], dry_run=False)] == [False]
             assert leftover.exists()
+
+
+@pytest.mark.ddp
+def test_processes_of_one_launch_build_a_share_each(coco_mini, tmp_path):
+    """torchrun with two processes: every image is encoded by one of them, and nothing is left to do."""
+    words = ["model=tiny", "data=fgovd", f"data.root={coco_mini}", "trainer=cpu", "trainer.num_workers=0"]
+    words += [f"data.{name}_file=benchmarks/1_attributes.json" for name in ("train", "val")]
+    command = ["-m", "noctowl", "features", "build", *words, f"features.root={tmp_path}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shares = [int(number) for number in re.findall(r"0 found, (\d+) encoded", done.stdout)]
+    assert len(shares) == 2
+    assert min(shares) > 0
+    again = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=200)
+    assert f"{sum(shares)} found, 0 encoded" in again.stdout
