@@ -72,6 +72,10 @@ def test_command(command, world, request, tmp_path, monkeypatch, capsys):
     program, rest = words[0], words[1:]
     if program == "noctowl":
         monkeypatch.chdir(tmp_path)
+        if rest[0] == "features" and rest[1] != "build":  # they follow the build in the README; here each stands alone
+            build = next(c for c in RUN if c.startswith("noctowl features build"))
+            data = request.getfixturevalue("coco_mini")
+            assert cli.main(arguments(build, world, data)[1:]) == 0
         assert cli.main(rest) == 0
         return
     assert program == "python"
