@@ -1,16 +1,15 @@
 """Pictures that a person can judge: ground truth on the left, prediction on the right, boxes and captions on both."""
 
-import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from noctowl import fonts
 from noctowl.boxes import iou
 from noctowl.data.images import load_rgb, resolve_image
 from noctowl.data.records import Annotations
@@ -18,7 +17,7 @@ from noctowl.eval.predictions import Predictions
 from noctowl.eval.ranks import IOU
 
 SIDE = 384  # pixels of one half; small images are enlarged to it
-FONT = str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")  # letters beyond Latin, always there
+LETTERS, LINE = 15, 24  # pixels of the captions, and from line to line
 RIGHT, WRONG, TRUTH = "#2a9d3a", "#c8321e", "#1f5fbf"
 
 
@@ -149,11 +148,9 @@ def _half(rgb: np.ndarray, boxes: np.ndarray, colour: str, caption: str) -> Imag
 
 def _under(scene: Image.Image, caption: str, colour: str) -> Image.Image:
     """The caption in lines below the picture: nothing of the picture is covered, long captions are not cut."""
-    font = ImageFont.truetype(FONT, size=15)
-    lines = textwrap.wrap(caption, width=max(int(SIDE / 9), 10)) or [""]
-    whole = Image.new("RGB", (SIDE, scene.height + 24 * len(lines) + 6), "white")
+    lines = fonts.wrap(caption, SIDE - 8, LETTERS)
+    whole = Image.new("RGB", (SIDE, scene.height + LINE * len(lines) + 6), "white")
     whole.paste(scene, (0, 0))
-    draw = ImageDraw.Draw(whole)
     for i, line in enumerate(lines):
-        draw.text((4, scene.height + 4 + 24 * i), line, fill=colour, font=font)
+        fonts.write(whole, (4, scene.height + 4 + LINE * i), line, size=LETTERS, fill=colour)
     return whole

@@ -9,6 +9,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # after the backend is chosen: there may be no display
 
+from noctowl import fonts
+
 MARKERS = "osD^vP*X<>"
 
 
@@ -35,10 +37,12 @@ def tradeoff(points: Sequence[Point], path: Path, *, x_label: str, y_label: str,
         if origin is not None and point is not origin:
             axes.plot([_mean(origin.fine), x], [_mean(origin.coarse), y], "--", color="0.75", lw=0.8, zorder=1)
         axes.plot(point.fine, point.coarse, ".", color=colour, ms=4, alpha=0.6, zorder=2)
-        axes.plot(x, y, MARKERS[i % len(MARKERS)], color=colour, mec="black", ms=9, label=point.label, zorder=3)
+        label = fonts.drawable(point.label)
+        axes.plot(x, y, MARKERS[i % len(MARKERS)], color=colour, mec="black", ms=9, label=label, zorder=3)
     axes.set(xlabel=x_label, ylabel=y_label, xlim=(0, None), ylim=(-0.02, None))
     axes.grid(color="0.9")
     axes.legend(fontsize=8, frameon=True, loc="best")
+    fonts.set_fonts(figure)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

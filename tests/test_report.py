@@ -12,7 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from noctowl import cli
+from noctowl import cli, fonts
 from noctowl.data.fgovd import read_fgovd
 from noctowl.errors import DataError
 from noctowl.eval.evidence import Asked
@@ -111,6 +111,17 @@ def test_three_runs_on_one_page(make_run, tmp_path, capsys):
     markdown = (tmp_path / "out" / "report.md").read_text()
     for image in re.findall(r"\]\((report/[^)]+)\)", markdown):
         assert (tmp_path / "out" / image).is_file()
+
+
+def test_characters_without_a_font_are_named_once(make_run, monkeypatch):
+    monkeypatch.setattr(fonts, "installed", lambda: (fonts.DEJAVU,))
+    report = build_report(load_runs([make_run("a"), make_run("本", lead=3.0)]))
+    (said,) = [text for text in report.warnings if "no font" in text]
+    assert said.startswith(
+        "no font of this machine draws 本 (U+672C), 日 (U+65E5): pictures and plots show code points"
+    )
+    text = write_report([make_run("plain")]).read_text()
+    assert html.escape(STRANGE) in text  # the browser has fonts of its own
 
 
 def test_one_run_writes_into_its_folder(make_run):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from noctowl import fonts
 from noctowl.report import comparison, gallery, graphs, sections
 from noctowl.report.page import Gallery, Part, Plot, Report, Section, to_html, to_markdown
 from noctowl.report.runs import Run, comparable, load_runs
@@ -15,6 +16,8 @@ from noctowl.runfolder import atomic, write_text
 
 BESIDE = "report"  # folder of tables, plots and pictures, beside report.html and report.md
 SHOWN_RUNS = 3  # runs whose pictures and confusions are drawn
+MOST_CHARACTERS = 12  # that are named where no font draws them
+CONFUSED = ("color", "material", "pattern", "transparency")
 
 __all__ = ["build_report", "load_runs", "write_report"]
 
@@ -49,7 +52,7 @@ def build_report(runs: Sequence[Run]) -> Report:
     return Report(
         title=f"noctowl: {names}" if len(runs) <= SHOWN_RUNS else f"noctowl: {len(runs)} runs",
         summary=f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {names}. Written {time.strftime('%Y-%m-%d %H:%M')}.",
-        warnings=[*sections.unlike(groups), *unable, *_merged(said, runs)],
+        warnings=[*sections.unlike(groups), *unable, *_merged(said, runs), *_without_font(content, runs)],
         sections=[section for section in content if section.parts],
     )
 
@@ -109,7 +112,7 @@ def _evidence(groups: Sequence[Sequence[Run]], runs: Sequence[Run]) -> Section:
         for make in (*makers, sections.confusions):
             _add(section.parts, make(group, tail))
     for i, run in enumerate(runs[:SHOWN_RUNS]):
-        png = graphs.confusion_maps(run, ("color", "material", "pattern", "transparency"))
+        png = graphs.confusion_maps(run, CONFUSED)
         if png is not None:
             text = f"{run.label}: what (down) is taken for what (across); percent of the times offered"
             section.parts.append(Plot(f"confusion-{i + 1}", text, png))
@@ -127,6 +130,23 @@ def _pictures(runs: Sequence[Run]) -> Section:
     if section.parts and len(runs) > SHOWN_RUNS:
         section.parts.append(f"Pictures of the first {SHOWN_RUNS} runs.")
     return section
+
+
+def _without_font(content: Iterable[Section], runs: Sequence[Run]) -> list[str]:
+    """Which characters of pictures and plots are drawn as code points, said once."""
+    shown = [p for section in content for part in section.parts if isinstance(part, Gallery) for p in part.pictures]
+    kinds = [sections.confusion(run, kind) for run in runs[:SHOWN_RUNS] for kind in CONFUSED]
+    texts = [run.label for run in runs] + [text for p in shown for text in (p.truth, p.predicted)]
+    texts += [value for table in kinds for true, row in table.items() for value in (true, *row)]
+    lacking = fonts.missing(texts)
+    if not lacking:
+        return []
+    named = ", ".join(f"{c} (U+{ord(c):04X})" for c in lacking[:MOST_CHARACTERS])
+    more = f" and {len(lacking) - MOST_CHARACTERS} more" if len(lacking) > MOST_CHARACTERS else ""
+    return [
+        f"no font of this machine draws {named}{more}: pictures and plots show code points instead. Install a font "
+        "that has them (Debian: fonts-noto-core, fonts-noto-cjk) and write the report again."
+    ]
 
 
 def _background(runs: Sequence[Run]) -> Section:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure as Canvas
 
+from noctowl import fonts
 from noctowl.eval.analysis import LENGTHS
 from noctowl.plots import MARKERS
 from noctowl.report.published import lookup
@@ -201,8 +202,9 @@ def confusion_maps(run: Run, kinds: Sequence[str]) -> bytes | None:
     for axes, (kind, (values, shares)) in zip(panels, known.items()):
         image = axes.imshow(shares, cmap=BELIEF, vmin=0, aspect="auto")
         axes.set_title(kind, fontsize=8)
-        axes.set_xticks(range(len(values)), values, rotation=90, fontsize=6)
-        axes.set_yticks(range(len(values)), values, fontsize=6)
+        names = [fonts.drawable(value) for value in values]
+        axes.set_xticks(range(len(values)), names, rotation=90, fontsize=6)
+        axes.set_yticks(range(len(values)), names, fontsize=6)
         axes.grid(False)
         canvas.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=6)
     return _png(canvas, None)
@@ -227,7 +229,7 @@ def _share(cell: tuple[int, int] | None) -> float:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= 34 else label[:33] + "…"
+    return fonts.drawable(label if len(label) <= 34 else label[:33] + "…")
 
 
 def _canvas(count: int, *, width: float = 9.0, height: float = 2.1) -> tuple[Canvas, list[Axes]]:
@@ -247,6 +249,7 @@ def _canvas(count: int, *, width: float = 9.0, height: float = 2.1) -> tuple[Can
 def _png(canvas: Canvas, legend: Axes | None) -> bytes:
     if legend is not None and legend.get_legend_handles_labels()[1]:
         legend.legend(fontsize=6, framealpha=0.7)
+    fonts.set_fonts(canvas)
     canvas.tight_layout()
     file = io.BytesIO()
     canvas.savefig(file, format="png")
