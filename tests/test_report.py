@@ -178,12 +178,18 @@ def test_published_figures_beside_a_whole_benchmark_only(make_run):
 def test_published_table():
     rows = published()
     assert len(rows) == 257
-    assert all(row.source for row in rows)
+    assert all(row.source.strip() for row in rows)
+    assert [row.method for row in rows if not re.fullmatch(r"20[12]\d-(0[1-9]|1[0-2])(-[0-3]\d)?", row.date)] == []
+    undated = {row.method for row in rows if "prints no date" in row.note}
+    assert {name.split(" (")[0] for name in undated} == {"NoctOWL", "NoctOWLv2"}
+    assert {row.source_kind for row in rows} == {"primary", "secondary"}
     detic = lookup("detection")["Detic"]["transparency", 2, "map"]
     assert detic.value == 24.6
     assert "erratum" in detic.note
     ablation = [row for row in rows if row.method.endswith("CE loss") and row.protocol == "detection"]
     assert {row.benchmark for row in ablation} == {"color", "material", "pattern", "transparency"}
+    assert all(row.note.startswith("erratum: in that table the columns Trivial") for row in ablation)
+    assert sum("erratum" in row.note for row in rows) == 1 + 4 * 4
     assert lookup("lvis_v1_val")["NoctOWL (B/16)"]["lvis", None, "ap_rare"].value == 11.6
 
 

@@ -18,7 +18,7 @@ class Row:
     metric: str
     value: float
     source: str
-    date: str  # year and month of the source, "" where it gives none
+    date: str  # year and month of the source; where it prints none, `note` says whose date this is
     source_kind: str  # primary: the method's own paper or a benchmark's; secondary: quoted by others
     note: str
 

@@ -76,7 +76,7 @@ def headline(runs: Sequence[Run], tail: str = "") -> Table:
         if any(cells):
             source = next(c for c in cells if c)
             values = [Figure(c.value / 100, None, 100) if c else None for c in cells]
-            rows.append((method, *values, f"published {source.date}".strip()))
+            rows.append((method, *values, f"published {source.date}"))
     truth = runs[0].results["settings"].get("ground_truth", "?") if runs else "?"
     note = "mAP over IoU .50 to .95 in percent; in brackets 95 % intervals over images."
     if not beside:
@@ -97,7 +97,7 @@ def published_table() -> Table:
         known = [c for c in (*cells, rare) if c]
         values = [Figure(c.value / 100, None, 100) if c else None for c in (*cells, rare)]
         notes = "; ".join(dict.fromkeys(c.note for c in known if c.note))
-        rows.append((method, known[0].backbone, *values, known[0].date or None, known[0].source, notes))
+        rows.append((method, known[0].backbone, *values, known[0].date, known[0].source, notes))
     columns = ("method", "backbone", *(f"{b} N={n}" for b, n in cases), "LVIS APr", "date", "source", "note")
     note = "As printed by their sources (noctowl/published.csv); mAP and AP in percent."
     return Table("published", "Published results, detection protocol", columns, tuple(rows), note)
@@ -107,8 +107,7 @@ def published_boxes() -> Table:
     """Published classification of given boxes: another task, never beside a detector's figures."""
     rows = [r for r in published() if r.protocol == "ground_truth_box"]
     cells: list[tuple[Cell, ...]] = [
-        (r.method, r.backbone, r.benchmark, r.n_neg, Figure(r.value / 100, None, 100), r.date or None, r.source)
-        for r in rows
+        (r.method, r.backbone, r.benchmark, r.n_neg, Figure(r.value / 100, None, 100), r.date, r.source) for r in rows
     ]
     columns = ("method", "backbone", "benchmark", "N", "top-1", "date", "source")
     note = "True boxes are given: to be held against the control “oracle”, not against mAP."
