@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import Logger
 from timm.utils import ModelEmaV3
 
 from noctowl.export import save_head
@@ -80,6 +81,8 @@ class Selection(pl.Callback):
         start: what the first epoch has to beat. The published code starts at 0, so that an epoch with a validation mAP
             of 0 is never kept and a run of such epochs keeps nothing; here this is -inf unless compat=published.
         ema: evaluate and keep its average.
+        loggers: of the run, metrics.csv first: that gets a row of epoch -1. The others, which keep the best of what is
+            called val/…, get the pretrained head's figures as pretrained/….
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Selection(pl.Callback):
         before_training: bool = False,
         start: float = -float("inf"),
         ema: HeadEma | None = None,
+        loggers: Sequence[Logger] = (),
     ):
+        self.loggers = loggers
         self.evaluate, self.path, self.rule, self.max_coarse_loss = evaluate, path, rule, max_coarse_loss
         self.every_n_epochs, self.before_training, self.start, self.ema = every_n_epochs, before_training, start, ema
         self.best_epoch: int | None = None
@@ -102,7 +107,11 @@ class Selection(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The pretrained head's figures, unless the run is continued."""
         if self.before_training and self.every_n_epochs and not self.history:
-            self.history.append({"epoch": -1, **self.evaluate()})
+            figures = self.evaluate()
+            self.history.append({"epoch": -1, **figures})
+            for i, logger in enumerate(self.loggers):
+                names = {f"{'pretrained' if i else 'val'}/{name}": value for name, value in figures.items()}
+                logger.log_metrics(names if i else {"epoch": -1, **names}, step=0)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluate where it is due; keep the head where it is better than all before."""

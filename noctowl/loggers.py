@@ -5,12 +5,12 @@ import io
 import logging
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from PIL import Image
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -130,8 +130,9 @@ def _wandb(
         name=name,
         id=known,
         resume="allow",
+        reinit="create_new",  # heads that train side by side have a run each
         save_dir=str(folder),
-        offline=offline,
+        mode="offline" if offline else None,  # Lightning's own `offline` stays behind in the environment
         config=flat(config),
     )
     define_metrics(logger)
@@ -155,19 +156,31 @@ def flat(tree: Mapping[str, Any], start: str = "") -> dict[str, Any]:
     return found
 
 
-def finish_wandb(*, failed: bool = False) -> None:
-    """Ends the Weights & Biases run that is open, if any: the next job of a sweep would write into it."""
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
-        wandb.finish(exit_code=1 if failed else 0)
+def finish_wandb(loggers: Sequence[Logger], *, failed: bool = False) -> None:
+    """Ends the Weights & Biases run of a job, if it has one that is open."""
+    for logger in _of_wandb(loggers):
+        logger.experiment.finish(exit_code=1 if failed else 0)
 
 
-def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], limit: int = 64) -> None:
-    """PNG files as images of the W&B run, where there is one; at most `limit`."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            for name, path in list(pictures.items())[:limit]:
-                logger.log_image(name, [str(path)])
+def log_pictures(
+    loggers: Sequence[Logger], name: str, pictures: Sequence[Image.Image], captions: Sequence[str]
+) -> None:
+    """Pictures (RGB) as JPEGs under one name in the W&B run, where there is one; W&B wants them of one size."""
+    size = max(p.width for p in pictures), max(p.height for p in pictures)
+    padded = [Image.new("RGB", size, "white") for _ in pictures]
+    for sheet, picture in zip(padded, pictures):
+        sheet.paste(picture, (0, 0))
+    for logger in _of_wandb(loggers):
+        logger.log_image(name, padded, caption=list(captions), file_type=["jpg"] * len(padded))
+
+
+def has_wandb(loggers: Sequence[Logger]) -> bool:
+    """Whether `log_pictures` has anywhere to log to."""
+    return bool(_of_wandb(loggers))
+
+
+def _of_wandb(loggers: Sequence[Logger]) -> list[WandbLogger]:
+    return [logger for logger in loggers if isinstance(logger, WandbLogger)]
 
 
 def _why_offline(environment: Mapping[str, str]) -> str | None:

@@ -20,27 +20,19 @@ from noctowl import checkpoint, compose, resume, runfolder, training
 from noctowl.assembly import (
     Preparation,
     Prepared,
-    asked_of,
     conventions_of,
-    data_root,
     inherit,
     validation_figures,
     work_of,
 )
 from noctowl.callbacks import HeadEma, Selection
 from noctowl.checkpoint import SameEverywhere
-from noctowl.data.fgovd import read_fgovd
-from noctowl.data.files import find_annotations, find_benchmarks, find_file
 from noctowl.errors import ConfigError, DataError, NoctowlError
-from noctowl.eval.evidence import SHUFFLED
-from noctowl.eval.lvis import read_lvis
-from noctowl.eval.outcome import Outcome, load_lengths
-from noctowl.eval.suite import score_all
 from noctowl.export import export, load_head
 from noctowl.launch import check_processes, say_interrupted, speak
-from noctowl.loggers import finish_wandb, log_pictures, make_loggers
+from noctowl.loggers import finish_wandb, make_loggers
 from noctowl.module import NoctOWL
-from noctowl.outputs import announce, finish, provenance_of, write_results
+from noctowl.outputs import announce, finish, provenance_of, rescore, show_predictions, write_results
 from noctowl.plots import training_path
 from noctowl.selection import COARSE, FINE, usable_rule
 from noctowl.sweeps import Sweep
@@ -113,14 +105,25 @@ def run_jobs(
         except Exception as error:
             if not isinstance(error, NoctowlError) and sweep is None:
                 raise
-            failed.append(str(error) if isinstance(error, NoctowlError) else f"{type(error).__name__}: {error}")
-            text = str(error) if isinstance(error, NoctowlError) else traceback.format_exc()
+            failed.append(brief(error))
             if sweep is not None:
                 for _, overrides in group:
-                    sweep.mark(overrides, "failed", error=text)
+                    sweep.mark(overrides, "failed", error=told(error))
     if sweep is not None:
         sweep.plot()
         print(f"sweep: {sweep.folder / 'sweep.json'}")
+
+
+def brief(error: BaseException) -> str:
+    """An error in a line or two, for the screen."""
+    return str(error) if isinstance(error, NoctowlError) else f"{type(error).__name__}: {error}"
+
+
+def told(error: BaseException | None) -> str:
+    """An error for sweep.json: its message, or the whole traceback of one that was not foreseen."""
+    if error is None or isinstance(error, NoctowlError):
+        return str(error or "")
+    return "".join(traceback.format_exception(error))
 
 
 def _groups(sweep: list[compose.Job]) -> list[list[compose.Job]]:
@@ -173,17 +176,18 @@ def train(
     else:
         folder = runfolder.create_run_folder(tree["output_dir"], tree["name"], tree["run_dir"])
     os.environ[runfolder.RUN_DIR_VARIABLE] = str(folder)
+    loggers: list[Logger] = []
     try:
-        if runfolder.process_rank() == 0:
-            if stopped is not None:
+        with runfolder.beginning(folder, tree, overrides):
+            if stopped is not None and runfolder.process_rank() == 0:
                 resume.clear(folder)
-            runfolder.write_settings(folder, tree, list(overrides))
-        ready = (preparation or Preparation())(tree)
-        log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.frozen.reason)
-        if sweep is not None:
-            sweep.mark(overrides, "running", folder=folder)
-        group = sweep.folder.name if sweep else None
-        job = _begin(tree, folder, ready, kept=stopped.rows if stopped else None, group=group)
+            ready = (preparation or Preparation())(tree)
+            log.info("training: %s vocabularies, %s", len(ready.data.dataset), ready.frozen.reason)
+            if sweep is not None:
+                sweep.mark(overrides, "running", folder=folder)
+            kept = stopped.rows if stopped else None
+            loggers += _loggers(tree, folder, kept=kept, sweep=sweep)
+            job = _begin(tree, folder, ready, loggers)
         lightning = training.fit(
             job.module,
             ready.data,
@@ -203,7 +207,7 @@ def train(
         raise
     finally:
         os.environ.pop(runfolder.RUN_DIR_VARIABLE, None)
-        finish_wandb(failed=sys.exc_info()[0] is not None)
+        finish_wandb(loggers, failed=sys.exc_info()[0] is not None)
 
 
 def train_together(
@@ -219,41 +223,51 @@ def train_together(
     log.info(
         "training %s heads together: %s vocabularies, %s", len(group), len(ready.data.dataset), ready.frozen.reason
     )
-    jobs = []
-    for tree, overrides in group:
-        folder = runfolder.create_run_folder(tree["output_dir"], tree["name"])
-        runfolder.write_settings(folder, tree, list(overrides))
-        if sweep is not None:
-            sweep.mark(overrides, "running", folder=folder)
-        name = sweep.folder.name if sweep else None
-        jobs.append(_begin(tree, folder, replace(ready, detector=ready.detector.fork()), group=name))
-    module = Together([job.module for job in jobs], accumulate=training.accumulation(first["trainer"]))
-    training.fit(
-        module,
-        ready.data,
-        folder=jobs[0].folder,
-        loggers=[SplitLogger([job.loggers for job in jobs])],
-        trainer=first["trainer"],
-        seed=first["seed"],
-        callbacks=[ForHead(callback, i) for i, job in enumerate(jobs) for callback in job.callbacks],
-    )
-    errors, results = dict(module.failed), []
-    for i, job in enumerate(jobs):
-        if i not in errors:
-            try:
-                results.append(_complete(job, module.updates))
-            except NoctowlError as error:
-                errors[i] = error
-        if sweep is not None:
-            failed = i in errors
-            sweep.mark(group[i][1], "failed" if failed else "finished", error=str(errors[i]) if failed else "")
-    finish_wandb()
-    return results, [f"{jobs[i].folder}: {error}" for i, error in sorted(errors.items())]
+    jobs: list[Job] = []
+    loggers: list[list[Logger]] = []
+    try:
+        for tree, overrides in group:
+            folder = runfolder.create_run_folder(tree["output_dir"], tree["name"])
+            with runfolder.beginning(folder, tree, overrides):
+                if sweep is not None:
+                    sweep.mark(overrides, "running", folder=folder)
+                loggers.append(_loggers(tree, folder, sweep=sweep))
+                jobs.append(_begin(tree, folder, replace(ready, detector=ready.detector.fork()), loggers[-1]))
+        module = Together([job.module for job in jobs], accumulate=training.accumulation(first["trainer"]))
+        training.fit(
+            module,
+            ready.data,
+            folder=jobs[0].folder,
+            loggers=[SplitLogger(loggers)],
+            trainer=first["trainer"],
+            seed=first["seed"],
+            callbacks=[ForHead(callback, i) for i, job in enumerate(jobs) for callback in job.callbacks],
+        )
+        errors: dict[int, Exception] = dict(module.failed)
+        results = []
+        for i, job in enumerate(jobs):
+            if i not in errors:
+                try:
+                    results.append(_complete(job, module.updates))
+                except Exception as error:  # whatever the reason, the other heads are trained and count
+                    errors[i] = error
+            finish_wandb(job.loggers, failed=i in errors)
+            if sweep is not None:
+                sweep.mark(group[i][1], "failed" if i in errors else "finished", error=told(errors.get(i)))
+        return results, [f"{jobs[i].folder}: {brief(error)}" for i, error in sorted(errors.items())]
+    finally:
+        for own in loggers:  # nothing happens to those that have ended
+            finish_wandb(own, failed=sys.exc_info()[0] is not None)
 
 
-def _begin(
-    tree: Tree, folder: Path, ready: Prepared, *, kept: list[dict[str, str]] | None = None, group: str | None = None
-) -> Job:
+def _loggers(
+    tree: Tree, folder: Path, *, kept: list[dict[str, str]] | None = None, sweep: Sweep | None = None
+) -> list[Logger]:
+    name, group = f"{tree['name']}/{folder.name}", sweep.folder.name if sweep else None
+    return make_loggers(folder, tree["logger"], name=name, config=tree, kept=kept, group=group)
+
+
+def _begin(tree: Tree, folder: Path, ready: Prepared, loggers: list[Logger]) -> Job:
     ema = HeadEma(tree["ema"]["decay"]) if tree["ema"]["decay"] is not None else None
     module = NoctOWL(
         detector=ready.detector,
@@ -264,9 +278,7 @@ def _begin(
         coarse_queries=ready.queries if tree["distill"]["name"] != "none" else None,
         compat=tree["compat"] != "clean",
     )
-    name = f"{tree['name']}/{folder.name}"
-    loggers = make_loggers(folder, tree["logger"], name=name, config=tree, kept=kept, group=group)
-    return Job(tree, folder, ready, module, _selection(tree, ready, folder, ema), ema, loggers)
+    return Job(tree, folder, ready, module, _selection(tree, ready, folder, ema, loggers), ema, loggers)
 
 
 def _complete(job: Job, steps: int) -> Tree:
@@ -294,7 +306,7 @@ def _complete(job: Job, steps: int) -> Tree:
     if first:
         plot = folder / "plots" / "tradeoff.png"
         drawn = training_path(selection.history, selection.best_epoch, plot, fine=FINE, coarse=COARSE)
-        log_pictures(job.loggers, {"tradeoff": drawn} if drawn else {})
+        show_predictions(folder, job.loggers, drawn)
         export(ready.detector, folder / "export", provenance=results["provenance"])
         for logger in job.loggers[1:]:  # metrics.csv stays the record of the training; results.json has these
             logger.log_metrics({f"test/{k}": v for k, v in results["metrics"].items()}, step=steps)
@@ -303,7 +315,7 @@ def _complete(job: Job, steps: int) -> Tree:
     return {**results, "folder": str(folder)}
 
 
-def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None) -> Selection:
+def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None, loggers: list[Logger]) -> Selection:
     conventions = {**conventions_of(tree), "short_vocabularies": tree["data"]["short_vocabularies"]}
     exchange = folder / "predictions" / "validation"
 
@@ -324,6 +336,7 @@ def _selection(tree: Tree, ready: Prepared, folder: Path, ema: HeadEma | None) -
         before_training=tree["selection"]["before_training"],
         start=0.0 if tree["compat"] == "published" else -float("inf"),
         ema=ema,
+        loggers=loggers,
     )
 
 
@@ -348,12 +361,11 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparat
     pl.seed_everything(tree["seed"], workers=True, verbose=False)
     folder = runfolder.create_run_folder(tree["output_dir"], tree["name"], tree["run_dir"])
     first = runfolder.process_rank() == 0
-    if first:
-        runfolder.write_settings(folder, tree, list(overrides))
     try:
-        if tree["predictions"] is not None:
-            return _rescore(tree, folder)
-        ready = (preparation or Preparation()).evaluation(tree)
+        with runfolder.beginning(folder, tree, overrides):
+            if tree["predictions"] is not None:
+                return rescore(tree, folder)
+            ready = (preparation or Preparation()).evaluation(tree)
         work = work_of(tree, ready.device)
         outcome = ready.suite.predict(ready.detector, folder / "predictions", stored=ready.frozen.stored, **work)
         outcome.counters["encoded_before"] = ready.frozen.encoded
@@ -365,34 +377,3 @@ def evaluate(tree: Tree, *, overrides: Sequence[str] = (), preparation: Preparat
     except KeyboardInterrupt as error:
         error.args = (f"{folder}; start the evaluation again",)
         raise
-
-
-def _rescore(tree: Tree, folder: Path) -> Tree:
-    """Saved predictions through the scorer: annotations are needed, neither model nor images."""
-    annotations = find_annotations(data_root(tree["data"]), tree["data"]["annotations"])
-    source = Path(tree["predictions"])
-    source = source / "predictions" if (source / "predictions").is_dir() else source
-    outcome = Outcome.load(source)
-    asked = tree["benchmark"]["names"]
-    if asked is not None:
-        missing = [name for name in asked if name not in outcome.predictions]
-        if missing:
-            raise DataError(f"{source} holds {sorted(outcome.predictions)}, not {missing} (benchmark.names)")
-        outcome.predictions = {k: p for k, p in outcome.predictions.items() if k.removesuffix(SHUFFLED) in asked}
-    names = [name for name in outcome.predictions if not name.endswith(SHUFFLED)]
-    files = {n: read_fgovd(p) for n, p in (find_benchmarks(annotations, names).items() if names else ())}
-    found = load_lengths(source)
-    coarse = tree["data"]["coarse_file"] and read_lvis(find_file(annotations, tree["data"]["coarse_file"]))
-    n_negatives = tree["benchmark"]["n_negatives"]
-    scored = score_all(
-        files,
-        outcome,
-        conventions_of(tree),
-        lengths={name: found.get(name) for name in files},
-        coarse=coarse or None,
-        n_negatives=n_negatives,
-        asked=asked_of(tree, annotations),
-    )
-    results = write_results(tree, folder, scored, runfolder.provenance(predictions=str(source)), {}, outcome.counters)
-    announce(tree, folder)
-    return {**results, "folder": str(folder)}

@@ -8,9 +8,10 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -20,7 +21,7 @@ from typing import IO, Any
 import yaml
 from torch import distributed
 
-from noctowl.errors import ConfigError, DataError
+from noctowl.errors import ConfigError, DataError, NoctowlError
 
 RUN_DIR_VARIABLE = "NOCTOWL_RUN_DIR"  # how the processes of one run find the folder that the first one made
 PACKAGES = (
@@ -35,6 +36,7 @@ PACKAGES = (
     "pillow",
 )
 RESULTS_VERSION = 1
+SETTINGS = ("config.yaml", "overrides.yaml", "env.txt")
 
 
 def process_rank() -> int:
@@ -136,6 +138,24 @@ def write_settings(folder: Path, tree: Mapping[str, Any], overrides: list[str]) 
     )
     head = [f"python {sys.version.split()[0]}", platform.platform(), "command " + " ".join(sys.argv), *git_state()]
     write_text(folder / "env.txt", "\n".join([*head, "", *installed]) + "\n")
+
+
+@contextmanager
+def beginning(folder: Path, tree: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[None]:
+    """Writes the settings of a run that begins; where it cannot begin, the folder is taken away again.
+
+    That is: where the body raises a NoctowlError and nothing but the settings is in the folder.
+    """
+    if process_rank() > 0:
+        yield
+        return
+    write_settings(folder, tree, list(overrides))
+    try:
+        yield
+    except NoctowlError:
+        if {path.name for path in folder.iterdir()} <= set(SETTINGS):
+            shutil.rmtree(folder)
+        raise
 
 
 def fingerprint(tree: Mapping[str, Any]) -> str:

@@ -64,9 +64,9 @@ def test_two_processes_are_one(small, command, tmp_path):
     assert [pytest.approx(entry, abs=1e-6) for entry in histories[1]] == histories[0]
     keys = ("train/total_epoch", "train/class_epoch", "val/map", "val/lvis_ap", "train/positives_epoch")
     rows = [[r for r in read_rows(f / "metrics.csv") if "val/map" in r] for f in (folder, one.folder)]
-    assert len(rows[0]) == len(rows[1]) == 2
+    assert [row["epoch"] for row in rows[0]] == [row["epoch"] for row in rows[1]] == ["-1", "0", "1"]
     for mine, other in zip(*rows):
-        for key in keys:
+        for key in [key for key in keys if key in mine or not key.startswith("train/")]:
             assert float(mine[key]) == pytest.approx(float(other[key]), abs=1e-6), key
     assert not list(folder.rglob("part*"))
 

@@ -268,6 +268,19 @@ def test_a_filled_folder_is_refused(small, command, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("entry", ["train", "evaluate"])
+def test_a_start_that_fails_leaves_no_folder(command, tmp_path, entry):
+    """What is wrong with the data is found before anything but the settings is written."""
+    wrong = [f"output_dir={tmp_path / 'out'}", "data=fgovd", f"data.root={tmp_path / 'nowhere'}"]
+    called = command(entry, *wrong)
+    assert called.code == 2
+    assert "nowhere" in called.err
+    assert [path for path in tmp_path.rglob("*") if path.name not in ("out", "default", "evaluate")] == []
+    called = command(entry, *wrong, f"run_dir={tmp_path / 'mine'}")
+    assert called.code == 2
+    assert not (tmp_path / "mine").exists()
+
+
 @pytest.mark.ddp
 @pytest.mark.timeout(240)
 def test_two_processes(small, tmp_path):

@@ -8,7 +8,7 @@ from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_benchmarks
 from noctowl.errors import NoctowlError
 from noctowl.eval.predictions import Predictions
-from noctowl.pictures import panel, ranked
+from noctowl.pictures import panel, ranked, samples
 from noctowl.report.runs import Run
 
 PREFERRED = ("hard", "medium", "easy", "trivial", "color", "material", "pattern", "transparency")
@@ -19,17 +19,18 @@ class Picture:
     """A JPEG with what it shows, as text."""
 
     jpeg: bytes
-    kind: str  # worst | best
+    kind: str  # worst | best | drawn
     benchmark: str
     truth: str
     predicted: str
     correct: bool
 
 
-def pictures(run: Run, *, count: int = 4) -> tuple[list[Picture], str]:
+def pictures(run: Run, *, count: int = 4, drawn: int = 0) -> tuple[list[Picture], str]:
     """`count` worst and best vocabularies of the run's first benchmark (Hard if it is there), and why there are none.
 
-    Annotations and images are looked for where the run's configuration says.
+    And `drawn` ones drawn at random: the same in all runs that detect something for the same vocabularies. Annotations
+    and images are looked for where the run's configuration says.
     """
     names = dict.fromkeys(b for b, _ in run.cases)
     name = next((b for b in PREFERRED if b in names), None)
@@ -43,7 +44,10 @@ def pictures(run: Run, *, count: int = 4) -> tuple[list[Picture], str]:
         annotations = read_fgovd(find_benchmarks(place["annotations"], [name])[name])
         if run.file_of(name) not in ("", annotations.sha256):
             return [], f"{annotations.path} is not the file that the run was scored on"
-        chosen = ranked(annotations, Predictions.load(path), n_negatives=n, count=count)
+        predictions = Predictions.load(path)
+        chosen = ranked(annotations, predictions, n_negatives=n, count=count)
+        if drawn:
+            chosen["drawn"] = samples(annotations, predictions, n_negatives=n, count=drawn, seed=0)
         for kind, members in chosen.items():
             for sample in members:
                 file = io.BytesIO()
