@@ -124,6 +124,12 @@ def test_characters_without_a_font_are_named_once(make_run, monkeypatch):
     assert html.escape(STRANGE) in text  # the browser has fonts of its own
 
 
+def test_controls_say_how_the_rankers_were_trained(make_run):
+    (table,) = [t for t in build_report(load_runs([make_run("a")])).tables() if t.key == "controls"]
+    assert table.columns[-1] == "blind: trained by"
+    assert [row[-1] for row in table.rows] == ["cross-validation (1 or more)"] * 2
+
+
 def test_one_run_writes_into_its_folder(make_run):
     folder = make_run("one")
     assert write_report([folder]) == folder / "report.html"

@@ -28,6 +28,7 @@ from noctowl.errors import DataError
 
 WORD = re.compile(r"[\w'-]+")
 TIE = 1e-9
+GIVEN, CROSS = "captions given", "cross-validation"  # how a ranker was trained
 Design: TypeAlias = sparse.csr_matrix | np.ndarray  # [M, F]
 
 
@@ -208,6 +209,13 @@ def embedding_ranking(
     return Ranking(
         _scores(designs[0], fit_log_linear(designs[1], pairs[1][0].columns, l2=l2), sets.columns), len(pairs[1][0])
     )
+
+
+def training(how: str | None, least: int | None) -> str | None:
+    """How a ranker was trained, to be shown beside its figures: "cross-validation (96 or more)"; None: it was not."""
+    if how is None or least is None:
+        return None
+    return f"{how} ({least}{' or more' if how == CROSS else ''})"
 
 
 def grouped_folds(sets: TextSets, folds: int = 5, seed: int = 0) -> Iterator[tuple[ndarray, ndarray]]:

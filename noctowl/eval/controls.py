@@ -52,7 +52,7 @@ def text_controls(
 ) -> tuple[dict[str, Scores], dict[str, int]]:
     """Scores of every ranker that never sees a pixel, and the vocabularies that the trained ones learnt from.
 
-    blind: n-grams, trained on `train`, or by cross-validation without it; blind_cv: by cross-validation beside it;
+    blind: n-grams, trained on `train`, or by cross-validation without it; blind_cv: by cross-validation beside `train`;
     blind_embeddings: the same on the captions' embeddings (rows of `sets.texts`); centroid, centroid_tfidf and
     centroid_embeddings: nearest to the vocabulary's other captions by Jaccard, tf-idf and embedding similarity.
     """
@@ -147,8 +147,11 @@ def report_controls(
     """`noctowl controls`: the text-only rankers on one annotation file; a table, and one line of JSON at the end.
 
     token_limit: vocabularies whose positive and first N negatives fit, as the detector is asked; None for all.
-    Raises DataError for damaged files, and where no vocabulary is left.
+    Raises DataError for absent and damaged files, and where no vocabulary is left.
     """
+    _present(path, "--annotations")
+    for captions in train_captions:
+        _present(captions, "--train-captions")
     annotations = read_fgovd(path)
     lengths = np.zeros(len(annotations.captions), np.int64)
     if token_limit is not None:
@@ -163,11 +166,25 @@ def report_controls(
     figures |= summarise(sets, scores, resamples=resamples, seed=seed)
     for name, table in scores.items():
         figures[f"{name}.oracle_map"] = oracle_boxes(annotations, table, kept, seed=seed)[0].mean_ap()
-    figures |= {f"{name}.trained_on": count for name, count in trained_on.items()}
+    for name, count in trained_on.items():
+        how = blind.CROSS if train is None or name == "blind_cv" else blind.GIVEN
+        figures |= {f"{name}.training": how, f"{name}.trained_on": count}
     _print(figures, list(scores), console or Console())
     if as_json:
         print(json.dumps(figures))
     return 0
+
+
+def _present(path: Path, option: str) -> None:
+    """Raises DataError, with the files that are there instead."""
+    if path.is_file():
+        return
+    what, folder = ("a folder, not a file", path) if path.is_dir() else ("file not found", path.parent)
+    beside = ", ".join(sorted(file.name for file in folder.glob("*.json"))[:8]) or "none"
+    raise DataError(
+        f"{path}: {what}. {option} takes an annotation file in the FG-OVD format (.json, as in benchmarks/ and "
+        f"validation_sets/); .json files in {folder}: {beside}."
+    )
 
 
 def _print(figures: Mapping[str, Any], names: Sequence[str], console: Console) -> None:
@@ -181,7 +198,7 @@ def _print(figures: Mapping[str, Any], names: Sequence[str], console: Console) -
     for name in names:
         top, low, high = (100 * figures[f"{name}.top1{end}"] for end in ("", "_low", "_high"))
         rank, oracle = figures[f"{name}.rank_mean"], 100 * figures[f"{name}.oracle_map"]
-        trained = str(figures.get(f"{name}.trained_on", "–"))
+        trained = blind.training(figures.get(f"{name}.training"), figures.get(f"{name}.trained_on")) or "–"
         table.add_row(name, f"{top:.1f}", f"{low:.1f}–{high:.1f}", f"{rank:.2f}", f"{oracle:.1f}", trained)
     console.print(table)
 

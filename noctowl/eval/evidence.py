@@ -214,6 +214,7 @@ def gather(
     sets = blind.text_sets(annotations, n, case.kept)
     top1: dict[str, ndarray] = {}
     rankings, found.tables["trained_on"] = _text_scores(sets, asked, language, cache, (annotations.sha256, n))
+    found.tables["training"] = blind.CROSS if asked.train is None else blind.GIVEN
     if language is not None and "head_prior" in asked.controls:
         rankings["head_prior"] = controls.head_prior(sets, language.bias, language.embed(sets.texts))
     for name, table in rankings.items():

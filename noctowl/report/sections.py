@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from noctowl.eval.blind import training
 from noctowl.eval.evidence import TEXT_ONLY
 from noctowl.report.published import lookup, published
 from noctowl.report.runs import Run, comparable, is_lvis
@@ -161,7 +162,8 @@ def coarse(runs: Sequence[Run], tail: str = "") -> Table | None:
 CONTROL_NOTE = (
     "Top-1 per object, percent. model: the rank at the detection is 1. oracle: at the patch that fits the true box "
     "best. shuffled: the same on another image. head_prior: what the head's bias prefers. blind, centroid: text only, "
-    "n-grams or the detector's caption embeddings. visual gain: model minus the best text-only control."
+    "n-grams or the detector's caption embeddings. visual gain: model minus the best text-only control. trained by: "
+    "captions given (benchmark.control_captions), or cross-validation inside the benchmark; number of vocabularies."
 )
 
 
@@ -173,9 +175,12 @@ def controls(runs: Sequence[Run], tail: str = "") -> Table | None:
         for b, n in run.cases:
             base = f"fgovd/{b}/n{n}"
             cells = [figure(run, f"{base}/{name}/top1") for name in names]
+            tables = run.evidence.get(b, {}).get(f"n{n}", {})
+            learnt = tables.get("trained_on", {}).values()
+            how = training(tables.get("training"), min(learnt, default=None))
             if any(cells):
-                rows.append((run.label, b, n, figure(run, f"{base}/visual_gain"), *cells))
-    columns = ("run", "benchmark", "N", "visual gain", *names)
+                rows.append((run.label, b, n, figure(run, f"{base}/visual_gain"), *cells, how))
+    columns = ("run", "benchmark", "N", "visual gain", *names, "blind: trained by")
     return _table(f"controls{tail}", "Controls and visual gain", columns, rows, CONTROL_NOTE)
 
 

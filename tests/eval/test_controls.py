@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from scipy.optimize import minimize_scalar
 
 from noctowl.data.fgovd import processable, read_fgovd
@@ -233,6 +234,36 @@ def test_published_controls(shared, stem, n, published, capsys):
         assert found[f"{name}.top1_low"] < value < found[f"{name}.top1_high"]
     assert found["blind.trained_on"] == 761 + 322 + 119
     assert found["blind_cv.top1"] > 3 * found["chance"] or n == 2
+
+
+def test_how_blind_was_trained(fgovd, write_fgovd, capsys):
+    """One name with captions and without; the row and the JSON say which it was."""
+    path = write_fgovd(fgovd)
+    wide = {"n_negatives": 1, "as_json": True, "console": Console(width=160)}
+    assert report_controls(path, **wide) == 0
+    shown = capsys.readouterr().out
+    alone = json.loads(shown.splitlines()[-1])
+    assert alone["blind.training"] == "cross-validation"
+    assert "cross-validation (1 or more)" in shown
+    assert {"blind.top1", "centroid.top1"} <= set(alone)
+    assert not any(key.startswith("blind_cv") for key in alone)
+    assert report_controls(path, train_captions=[path], **wide) == 0
+    shown = capsys.readouterr().out
+    given = json.loads(shown.splitlines()[-1])
+    assert (given["blind.training"], given["blind.trained_on"]) == ("captions given", 3)
+    assert (given["blind_cv.training"], given["blind_cv.top1"]) == ("cross-validation", alone["blind.top1"])
+    assert "captions given (3)" in shown
+
+
+def test_absent_files_are_named_with_what_is_there(fgovd, write_fgovd, tmp_path):
+    path = write_fgovd(fgovd)
+    with pytest.raises(DataError, match=rf"nope.json: file not found. --annotations takes .* FG-OVD .*: {path.name}\."):
+        report_controls(path.parent / "nope.json", n_negatives=1)
+    with pytest.raises(DataError, match=r"a folder, not a file. --train-captions takes"):
+        report_controls(path, n_negatives=1, train_captions=[path.parent])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"in .*empty: none\."):
+        report_controls(tmp_path / "empty" / "x.json", n_negatives=1)
 
 
 # Oracle boxes
