@@ -16,9 +16,11 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from noctowl.errors import DataError
-from noctowl.eval.ap import AREAS, BoxScores, Detections, Federated, GroundTruth
+from noctowl.eval.ap import AREAS, BoxScores, Detections, GroundTruth
+from noctowl.eval.greedy import rows_of
+from noctowl.eval.matching import Matched, match_boxes
 from noctowl.eval.ranks import median_rank
-from noctowl.eval.weighted import match, weighted_ap
+from noctowl.eval.weighted import FIGURES, weighted_ap
 
 Resampled = Literal["with_image", "fixed"]
 
@@ -131,9 +133,9 @@ def home_images(
     In FG-OVD a class is one caption of one image.
     """
     label = np.concatenate([ground_truth.label, detections.label])
-    column = np.searchsorted(images, np.concatenate([ground_truth.image, detections.image]))
-    known = np.isin(label, scores.classes)
-    row, column = np.searchsorted(scores.classes, label[known]), column[known]
+    column = rows_of(np.concatenate([ground_truth.image, detections.image]), images)
+    row = rows_of(label, scores.classes)
+    row, column = row[row >= 0], column[row >= 0]
     low, high = np.full(len(scores.classes), len(images)), np.full(len(scores.classes), -1)
     np.minimum.at(low, row, column)
     np.maximum.at(high, row, column)
@@ -149,66 +151,64 @@ def box_samples(
     weights: Int[ndarray, "B I"],
     resampled: Resampled = "with_image",
     groups: Mapping[str, Collection[int]] | None = None,
-    federated: Federated | None = None,
-    max_per_image: int | None = None,
+    matched: Matched | None = None,
 ) -> dict[str, Float[ndarray, "B"]]:
     """Figures of `BoxScores.summary` in every resample, and mean APs of groups of classes.
 
     A class that lives in one image has the same AP however often that is drawn: the mean over such classes is a ratio
-    of sums over images, exactly. Classes of several images go through `weighted_ap`; where there are any, only map,
-    map_50, map_75 and the groups are given.
+    of sums over images, exactly. Classes of several images go through `weighted_ap`; where there are any, recalls are
+    left out.
 
-    images: sorted ids, the columns of the weights. groups: name -> class ids. The last two as in `ap.score_boxes`.
+    images: sorted ids, the columns of the weights. groups: name -> class ids.
     resampled: "with_image": a copy of an image brings copies of its classes, which count again (FG-OVD: classes are
         captions of images). "fixed": the classes are a given list, and each that is drawn counts once (LVIS, COCO).
+    matched: what `match_boxes` gave with these `images`, for classes of several images; None matches by COCO's rules.
     """
     home = home_images(scores, detections=detections, ground_truth=ground_truth, images=images)
-    by_class = _class_figures(scores, everything=bool((home >= 0).all()))  # name -> [K]
-    w = weights.astype(np.float64)
-    spanning = np.flatnonzero(home < 0)
-    moving: dict[str, Float[ndarray, "S B"]] = {}
-    count = np.zeros((len(scores.classes), len(weights)))  # how much each class counts, [K, B]
-    count[home >= 0] = w.T[home[home >= 0]]
-    if len(spanning):
-        matched = match(
-            detections=detections,
-            ground_truth=ground_truth,
-            images=images,
-            federated=federated,
-            max_detections=scores.limits[-1],
-            max_per_image=max_per_image,
-        )
-        curves = weighted_ap(matched, weights, spanning)  # [T, S, B]
-        moving = {"map": curves.mean(0)}
-        moving |= {f"map_{v}": curves[np.isclose(scores.iou, v / 100)].mean(0) for v in (50, 75)}
-        for s in spanning:
-            own = np.unique(matched.object_image[matched.object_label == s])
-            count[s] = w[:, own].mean(1) if len(own) else 0
+    alone, spanning = np.flatnonzero(home >= 0), np.flatnonzero(home < 0)
+    by_class = _class_figures(scores, recalls=not len(spanning))  # name -> [K]
+    source = {name: name for name in by_class}
+    for name, members in (groups or {}).items():
+        by_class[name] = np.where(np.isin(scores.classes, list(members)), by_class["map"], np.nan)
+        source[name] = "map"
+    values = np.stack(list(by_class.values()))  # [F, K]
+    present = (~np.isnan(values)).astype(np.float64)
+    count = weights.T[home[alone]].astype(np.float64)  # how much each class counts, [K alone, B]
     if resampled == "fixed":
         count = (count > 0).astype(np.float64)
-    for name, members in (groups or {}).items():
-        outside = ~np.isin(scores.classes, list(members))
-        by_class[name] = np.where(outside, np.nan, by_class["map"])
-        if len(spanning):
-            moving[name] = np.where(outside[spanning, None], np.nan, moving["map"])
-    values = np.stack(list(by_class.values()))  # [F, K]
-    present = ~np.isnan(values)
-    number = present.astype(np.float64) @ count  # [F, B]
-    values[:, spanning] = 0
-    total = np.nan_to_num(values) @ count
-    for f, name in enumerate(by_class):
-        if name in moving:
-            total[f] += (np.nan_to_num(moving[name]) * count[spanning])[present[f, spanning]].sum(0)
+    number, total = present[:, alone] @ count, np.nan_to_num(values[:, alone]) @ count  # [F, B]
+    if len(spanning):
+        if matched is None:
+            matched = match_boxes(
+                detections=detections, ground_truth=ground_truth, max_detections=scores.limits[-1], images=images
+            )
+        for name, ap in zip(FIGURES, weighted_ap(matched, weights, spanning)):  # [S, B]
+            rows = np.array([f for f, figure in enumerate(by_class) if source[figure] == name], np.int64)
+            counts = (~np.isnan(ap)).astype(np.float32)
+            if resampled == "with_image":
+                counts *= _mean_weights(matched, weights, spanning)
+            members_of = present[np.ix_(rows, spanning)].astype(np.float32)
+            number[rows] += members_of @ counts
+            total[rows] += members_of @ (np.nan_to_num(ap) * counts)
     means = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)
     return dict(zip(by_class, means))
 
 
-def _class_figures(scores: BoxScores, *, everything: bool) -> dict[str, Float[ndarray, "K"]]:
+def _mean_weights(matched: Matched, weights: Int[ndarray, "B I"], classes: Int[ndarray, "S"]) -> Float[ndarray, "S B"]:
+    """Mean weight of the images that hold objects of each class."""
+    found = np.zeros((len(classes), len(weights)))
+    for s, k in enumerate(classes):
+        own = np.unique(matched.object_image[matched.object_label == k])
+        found[s] = weights[:, own].mean(1) if len(own) else 0
+    return found
+
+
+def _class_figures(scores: BoxScores, *, recalls: bool) -> dict[str, Float[ndarray, "K"]]:
     """What `BoxScores.summary` averages over classes; NaN where a class has no object of the size."""
     figures = {"map": scores.ap[0].mean(0)}
     figures |= {f"map_{v}": scores.ap[0][np.isclose(scores.iou, v / 100)].mean(0) for v in (50, 75)}
-    if everything:
-        figures |= {f"map_{area}": scores.ap[a].mean(0) for a, area in enumerate(AREAS) if a}
+    figures |= {f"map_{area}": scores.ap[a].mean(0) for a, area in enumerate(AREAS) if a}
+    if recalls:
         figures |= {f"mar_{m}": scores.recall[i, 0].mean(0) for i, m in enumerate(scores.limits)}
         figures |= {f"mar_{area}": scores.recall[-1, a].mean(0) for a, area in enumerate(AREAS) if a}
     return {name: values for name, values in figures.items() if not np.isnan(values).all()}

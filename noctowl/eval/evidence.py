@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from noctowl.data.records import Annotations
 from noctowl.eval import analysis, blind, controls, lvis
-from noctowl.eval.ap import Detections
+from noctowl.eval.ap import Detections, score_matched
 from noctowl.eval.blind import TextSets
 from noctowl.eval.bootstrap import Interval, box_samples, fgovd_intervals, image_weights, mean_interval, percentile
 from noctowl.eval.fgovd import Scored, rank_inputs
@@ -156,18 +156,17 @@ def coarse_intervals(
         resamples = COARSE_RESAMPLES if len(detections.image) <= COARSE_LIMIT else 0
     if not resamples or not len(annotations.image_ids):
         return {}, 0
-    scores = lvis.score_classes(detections, annotations)
-    images = np.sort(annotations.image_ids)
+    matched = lvis.match_classes(detections, annotations)
+    scores = score_matched(matched, max_detections=(lvis.MAX_DETECTIONS,))
     samples = box_samples(
         scores,
         detections=detections,
         ground_truth=annotations.objects,
-        images=images,
-        weights=image_weights(len(images), resamples=resamples, seed=asked.seed),
+        images=matched.images,
+        weights=image_weights(len(matched.images), resamples=resamples, seed=asked.seed),
         resampled="fixed",
         groups={f"map_{group}": members for group, members in lvis.frequency_groups(annotations).items()},
-        federated=annotations.federated,
-        max_per_image=lvis.MAX_DETECTIONS,
+        matched=matched,
     )
     values = lvis.figures(scores, annotations)
     found = {}

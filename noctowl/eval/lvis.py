@@ -23,7 +23,9 @@ from torchvision.ops import nms
 
 from noctowl.data.records import Strings, relative_path
 from noctowl.errors import DataError
-from noctowl.eval.ap import BoxScores, Detections, Federated, GroundTruth, Thresholds, score_boxes
+from noctowl.eval.ap import BoxScores, Detections, Federated, GroundTruth, Thresholds, score_matched
+from noctowl.eval.greedy import rows_of
+from noctowl.eval.matching import Matched, match_boxes
 
 MAX_DETECTIONS = 300
 GROUPS = {"rare": "r", "common": "c", "frequent": "f"}
@@ -113,15 +115,24 @@ def score_classes(
     detections: Detections, annotations: LvisAnnotations, *, recall_thresholds: Thresholds = "float64"
 ) -> BoxScores:
     """AP of every class; errors as of `score`."""
+    matched = match_classes(detections, annotations, recall_thresholds=recall_thresholds)
+    return score_matched(matched, max_detections=(MAX_DETECTIONS,))
+
+
+def match_classes(
+    detections: Detections, annotations: LvisAnnotations, *, recall_thresholds: Thresholds = "float64"
+) -> Matched:
+    """What AP and its intervals are read off; rows of images are the file's sorted ids. Errors as of `score`."""
     rows = np.stack([detections.image, detections.label], 1)
     _check_ids(annotations.path, "detections", rows, annotations.image_ids, annotations.category_ids)
-    return score_boxes(
+    return match_boxes(
         detections=detections,
         ground_truth=annotations.objects,
         federated=annotations.federated,
-        max_detections=(MAX_DETECTIONS,),
+        max_detections=MAX_DETECTIONS,
         max_per_image=MAX_DETECTIONS,
         thresholds=recall_thresholds,
+        images=np.sort(annotations.image_ids),
     )
 
 
@@ -188,8 +199,9 @@ def _rows(images: Sequence[dict[str, Any]], key: str) -> Int64[ndarray, "N 2"]:
 
 def _check_ids(path: Path, where: str, rows: ndarray, image_ids: ndarray, category_ids: ndarray) -> None:
     for what, found, known in (("image", rows[:, 0], image_ids), ("category", rows[:, 1], category_ids)):
-        strange = np.setdiff1d(found, known)
-        if len(strange):
+        lacking = rows_of(found, np.sort(known)) < 0
+        if lacking.any():
+            strange = np.unique(found[lacking])
             raise DataError(
                 f"{path}, {where}: {what} ids {strange[:5].tolist()} ({len(strange)} such) are not among the file's "
                 f"{len(known)} {what} ids. Ids are needed, not positions."

@@ -1,135 +1,177 @@
 """Average precision under image weights, for classes that occur in several images: all resamples at once.
 
-Legend: D detections, G objects, K classes, T IoU thresholds, I images, B resamples, P places of true positives.
+Legend: D detections, K classes, A area ranges, T IoU thresholds, I images, B resamples, C curves (area, threshold,
+class), E true positives of curves, F figures.
 
 Which detection takes which object is settled inside an image, so weights change no match: they only say how often each
-true and false positive counts. Per class and threshold the curve is read at the true positives, as in `ap.py`; between
-them false positives are summed by a sparse product, images by resamples. Cost: B (D + T · true positives) steps; 1,000
-resamples of 450,000 detections in 1,500 images take 8 s, where matching and scoring take 1 s: 200 resamples are twice
-the scoring.
+true and false positive counts. As in `ap.py` a curve is read at its true positives: precision there is
+tp / (tp + fp), and its largest value from there on is read at each recall point that this true positive is the first to
+reach. All curves are walked from their ends at once, so that each step is arithmetic on an array [curves, resamples];
+it costs some nanoseconds for each true positive of each curve and resample. Counts are exact, ratios are in float32.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy import ndarray
 from scipy import sparse
 
-from noctowl.eval import ap
-from noctowl.eval.ap import Detections, Federated, GroundTruth
+from noctowl.eval.ap import recall_table
+from noctowl.eval.greedy import position, run_starts
+from noctowl.eval.matching import AREAS, Matched, settings_of, thresholds_of
 
-BLOCK = 256  # resamples worked on at a time; bounds the memory, not the result
-
-
-@dataclass(frozen=True, eq=False)
-class Matched:
-    """Detections of known classes after matching, by class, then falling score (ties: by image)."""
-
-    classes: Int[ndarray, "K"]
-    label: Int[ndarray, "D"]  # row into classes
-    image: Int[ndarray, "D"]  # column of the weights
-    hit: Bool[ndarray, "T D"]
-    counted: Bool[ndarray, "T D"]  # true and false positives; the rest is ignored
-    object_label: Int[ndarray, "G"]  # of the objects that are to be found
-    object_image: Int[ndarray, "G"]
-
-
-def match(
-    *,
-    detections: Detections,
-    ground_truth: GroundTruth,
-    images: Int[ndarray, "I"],
-    federated: Federated | None = None,
-    max_detections: int = 100,
-    max_per_image: int | None = None,
-) -> Matched:
-    """Matches by the rules of `ap.score_boxes`, all sizes. `images`: sorted ids, the columns of the weights."""
-    p = ap.prepare(
-        detections=detections,
-        ground_truth=ground_truth,
-        federated=federated,
-        max_detections=max_detections,
-        max_per_image=max_per_image,
-        images=images,
-    )
-    iou, n_image = ap._thresholds("float64")[0], max(len(images), 1)
-    status = ap._match(p.det_pair, p.gt_pair, p.det_boxes, p.gt_boxes, p.crowd[None], p.crowd, iou)[0]  # [T, D]
-    label = p.det_pair // n_image
-    order = np.lexsort((-p.scores, label))
-    hit, objects = status[:, order], p.gt_pair[~p.crowd]
-    return Matched(
-        classes=p.classes,
-        label=label[order],
-        image=p.det_pair[order] % n_image,
-        hit=hit == 1,
-        counted=np.where(hit == 0, ~p.exempt[order], hit == 1),
-        object_label=objects // n_image,
-        object_image=objects % n_image,
-    )
+ROWS = 64  # curves walked at a time, rounded up to whole classes; bounds the memory, not the result
+FIGURES = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
 
 
 def weighted_ap(
     matched: Matched, weights: Int[ndarray, "B I"], classes: Int[ndarray, "S"] | None = None
-) -> Float[ndarray, "T S B"]:
-    """AP of the given classes (rows; all of them by default) in every resample; NaN where no object was drawn."""
+) -> Float[ndarray, "F S B"]:
+    """FIGURES of the given classes (rows; all by default) in every resample; NaN where no object was drawn.
+
+    Columns of the weights are `matched.images`.
+    """
     rows = np.arange(len(matched.classes)) if classes is None else classes
-    found = np.full((len(matched.hit), len(rows), len(weights)), np.nan)
+    by_image = np.ascontiguousarray(weights.T, np.float32)  # [I, B]
+    found = np.empty((len(FIGURES), len(rows), len(weights)), np.float32)
     edges = np.searchsorted(matched.label, np.arange(len(matched.classes) + 1))
-    objects = np.bincount(
-        matched.object_label * weights.shape[1] + matched.object_image,
-        minlength=len(matched.classes) * weights.shape[1],
-    ).reshape(len(matched.classes), -1)  # [K, I]
-    for first in range(0, len(weights), BLOCK):
-        by_image = np.ascontiguousarray(weights[first : first + BLOCK].T, np.float64)  # [I, b]
-        for s, k in enumerate(rows):
-            d = slice(edges[k], edges[k + 1])
-            found[:, s, first : first + BLOCK] = _class_ap(
-                matched.image[d], matched.hit[:, d], matched.counted[:, d], objects[k] @ by_image, by_image
-            )
+    object_edges = np.searchsorted(matched.object_label, np.arange(len(matched.classes) + 1))
+    hits = np.bincount(matched.label[matched.hit > 0], minlength=len(matched.classes))[rows]
+    alike = np.argsort(hits, kind="stable")  # curves that are walked together should be of one length
+    n_iou = len(thresholds_of(matched.thresholds)[0])
+    some = -(-ROWS // (len(AREAS) * n_iou))
+    for first in range(0, len(rows), some):
+        own = alike[first : first + some]
+        d, g = (
+            np.concatenate([np.arange(e[k], e[k + 1]) for k in rows[own]] or [rows[:0]]) for e in (edges, object_edges)
+        )
+        row = np.full(len(matched.classes), -1)
+        row[rows[own]] = np.arange(len(own))
+        ap = _curves(matched.take(d, g), row[matched.label[d]], row[matched.object_label[g]], len(own), by_image)
+        found[:, own] = _figures(ap, thresholds_of(matched.thresholds)[0])
     return found
 
 
-def _class_ap(
-    image: Int[ndarray, "D"],
-    hit: Bool[ndarray, "T D"],
-    counted: Bool[ndarray, "T D"],
-    objects: Float[ndarray, "b"],
-    by_image: Float[ndarray, "I b"],
-) -> Float[ndarray, "T b"]:
-    """AP of one class; `objects`: weighted number of objects."""
-    recall_at = ap._thresholds("float64")[1]
-    result = np.zeros((len(hit), len(objects)))
-    result[:, objects == 0] = np.nan
-    places = np.flatnonzero(hit.any(0))  # [P]
-    if not len(places):
-        return result
-    constant = counted.all(0)
-    base = _summed_to(places, np.flatnonzero(constant), image, by_image)  # [b, P]
-    for t in range(len(hit)):
-        own = hit[t, places]
-        if not own.any():
-            continue
-        tp = np.cumsum(by_image[image[places[own]]].T.copy(), axis=1)  # [b, P_t]; sums along memory are the fast ones
-        total = base[:, own]
-        changing = np.flatnonzero(counted[t] & ~constant)
-        if len(changing):
-            total = total + _summed_to(places, changing, image, by_image)[:, own]
-        precision = tp / (total + np.spacing(1))
-        np.maximum.accumulate(precision[:, ::-1], axis=1, out=precision[:, ::-1])
-        step = np.searchsorted(recall_at, tp / np.maximum(objects, 1)[:, None], side="right")
-        gained = np.diff(step, axis=1, prepend=0)  # places not drawn gain nothing, or read what comes after them
-        ap_t = (precision * gained).sum(1) / len(recall_at)
-        result[t, objects > 0] = ap_t[objects > 0]
-    return result
+def _figures(ap: Float[ndarray, "A T k B"], iou: Float[ndarray, "T"]) -> Float[ndarray, "F k B"]:
+    at = [ap[0, np.isclose(iou, v)].mean(0) for v in (0.5, 0.75)]
+    return np.stack([ap[0].mean(0), *at, *ap[1:].mean(1)])
 
 
-def _summed_to(
-    places: Int[ndarray, "P"], members: Int[ndarray, "m"], image: Int[ndarray, "D"], by_image: Float[ndarray, "I b"]
-) -> Float[ndarray, "b P"]:
-    """Weights of those `members` that stand at or before each place."""
-    stretch = np.searchsorted(places, members)
-    within = stretch < len(places)
-    stretch, column = stretch[within], image[members[within]]
-    counts = sparse.csr_matrix((np.ones(len(stretch)), (stretch, column)), shape=(len(places), len(by_image)))
-    return np.cumsum((counts @ by_image).T.copy(), axis=1)
+class _Events(NamedTuple):
+    """True positives of all curves: curve by curve, each by falling score."""
+
+    first: Int[ndarray, "C"]  # where a curve begins; curves from the longest to the shortest
+    length: Int[ndarray, "C"]
+    curve: Int[ndarray, "C"]  # (area * T + threshold) * k + class
+    image: Int[ndarray, "E"]
+    base: Int[ndarray, "E"]  # row of the running sums of false positives
+    mend: Int[ndarray, "E"]  # row of the corrections, -1 for none
+
+
+def _curves(
+    m: Matched, label: Int[ndarray, "d"], object_label: Int[ndarray, "g"], n_class: int, by_image: Float[ndarray, "I B"]
+) -> Float[ndarray, "A T k B"]:
+    """AP of all curves of a few classes, whose detections and objects these are."""
+    n_iou, recall_at = len(thresholds_of(m.thresholds)[0]), thresholds_of(m.thresholds)[1]
+    a, g = np.nonzero(m.wanted)
+    objects = _sums(a * n_class + object_label[g], m.object_image[g], len(AREAS) * n_class, by_image)  # [A k, B]
+    ap = np.zeros((len(AREAS) * n_iou * n_class, by_image.shape[1]), np.float32)
+    setting, d, true = settings_of(m, len(AREAS) * n_iou)
+    curve, area = setting * n_class + label[d], setting // n_iou
+    if true.any():
+        # False positives if nothing were matched, summed up to each place where any curve of the area has a hit ...
+        place = area * len(label) + d  # by area, class, falling score
+        places = np.unique(place[true])
+        base = _running(places, m, label, n_class, by_image)
+        # ... and what matches change in that: a hit counts wherever its box lies, an ignored match never does.
+        change = true.astype(np.int64) - m.false[area, d]
+        slot = np.cumsum(true) - true  # the true positive at or after each match
+        ends = np.append(curve[true], -1)
+        inside = (change != 0) & (ends[slot] == curve)  # not after the last one
+        mended, row = np.unique(slot[inside], return_inverse=True)
+        image = m.image[d]
+        mends = _sums(row, image[inside], len(mended), by_image, change[inside])
+        mend = np.full(len(ends), -1)
+        mend[mended] = np.arange(len(mended))
+        first = run_starts(curve[true])
+        length = np.diff(first, append=true.sum())
+        order = np.argsort(-length, kind="stable")
+        events = _Events(
+            first=first[order],
+            length=length[order],
+            curve=ends[first[order]],
+            image=image[true],
+            base=np.searchsorted(places, place[true]),
+            mend=mend[:-1],
+        )
+        walked = _walk(events, base, mends, objects, n_iou, n_class, by_image, recall_at)
+        ap[events.curve] = walked
+    none = (objects == 0).reshape(len(AREAS), 1, n_class, -1)
+    return np.where(none, np.float32(np.nan), ap.reshape(len(AREAS), n_iou, n_class, -1))
+
+
+def _walk(events, base, mends, objects, n_iou, n_class, by_image, recall_at) -> Float[ndarray, "C B"]:
+    """AP of each curve, from its last true positive to its first."""
+    e, n = events, len(events.first)
+    rows = np.repeat(np.arange(n), e.length)
+    own = np.concatenate([np.arange(f, f + many) for f, many in zip(e.first, e.length)])  # E, curves in order
+    tp = _sums(rows, e.image[own], n, by_image)  # [C, B]
+    extra = np.zeros_like(tp)
+    corrected = e.mend[own] >= 0
+    if corrected.any():
+        extra = _sums(rows[corrected], e.mend[own][corrected], n, mends)
+    numbers, of = np.unique(objects, return_inverse=True)
+    reached, begin = recall_table(numbers.astype(np.int64), recall_at)
+    reached = reached.astype(np.float32)
+    area, label = e.curve // (n_iou * n_class), e.curve % n_class
+    begin = begin[of.reshape(objects.shape)[area * n_class + label]]  # [C, B]
+    points = reached[begin + tp.astype(np.int64)]
+    best, ap, work, before = (np.zeros_like(tp) for _ in range(4))
+    place = np.empty(tp.shape, np.int64)
+    active = np.searchsorted(-e.length, -np.arange(e.length[0]), side="left")  # curves longer than 0, 1, ...
+    for j in range(int(e.length[0]) - 1, -1, -1):
+        c = slice(0, active[j])
+        i = e.first[c] + j
+        np.take(base, e.base[i], axis=0, out=work[c], mode="clip")
+        work[c] += extra[c]
+        np.maximum(work[c], 1, out=work[c])  # nothing drawn so far: 0 / 1
+        np.divide(tp[c], work[c], out=work[c])
+        np.maximum(best[c], work[c], out=best[c])
+        np.take(by_image, e.image[i], axis=0, out=work[c], mode="clip")
+        tp[c] -= work[c]
+        np.add(begin[c], tp[c], out=place[c], casting="unsafe")
+        np.take(reached, place[c], out=before[c], mode="clip")
+        points[c] -= before[c]  # recall points that this one is first to reach
+        points[c] *= best[c]
+        ap[c] += points[c]
+        points[c] = before[c]
+        mended = np.flatnonzero(e.mend[i] >= 0)
+        if len(mended):
+            extra[mended] -= mends[e.mend[i[mended]]]
+    return ap / len(recall_at)
+
+
+def _running(places, m: Matched, label, n_class: int, by_image: Float[ndarray, "I B"]) -> Float[ndarray, "P B"]:
+    """Weights of the detections that are false positives unless they match, from the start of class and area."""
+    n = len(label)
+    area, d = np.nonzero(m.false)
+    stretch = np.searchsorted(places, area * n + d)
+    group = np.append(places // n * n_class + label[places % n], -1)
+    within = group[stretch] == area * n_class + label[d]
+    sums = _sums(stretch[within], m.image[d[within]], len(places), by_image)
+    for p in np.flatnonzero(position(group[:-1])).tolist():
+        sums[p] += sums[p - 1]
+    return sums
+
+
+def _sums(
+    row: Int[ndarray, "N"],
+    column: Int[ndarray, "N"],
+    n: int,
+    table: Float[ndarray, "I B"],
+    times: ndarray | None = None,
+) -> Float[ndarray, "n B"]:
+    """Sums of the table's rows `column`, by row."""
+    times = np.ones(len(row), np.float32) if times is None else times.astype(np.float32)
+    return sparse.csr_matrix((times, (row, column)), shape=(n, len(table))) @ table
