@@ -20,7 +20,6 @@ from noctowl.compose import conf_dir
 from noctowl.config import EvaluateConfig, check
 from noctowl.data.fgovd import read_fgovd
 from noctowl.data.files import find_annotations, find_benchmarks, find_file, find_images
-from noctowl.data.images import Preprocessor
 from noctowl.data.synthetic import SyntheticSettings, synthetic_root
 from noctowl.errors import DataError, ModelError
 from noctowl.eval.blind import concatenate, text_sets
@@ -28,10 +27,11 @@ from noctowl.eval.evidence import CHEAP, Asked
 from noctowl.eval.suite import KEYS, Suite, default_negatives
 from noctowl.export import load_head
 from noctowl.features import ImageSet, TextBank
+from noctowl.frozen import Frozen, features_of, make_images, stores_of, text_bank, training_features, work_of
 from noctowl.hashing import state_sha256
 from noctowl.model import OwlDetector
 from noctowl.runfolder import read_results
-from noctowl.store import FeatureStore, build
+from noctowl.store import build
 from noctowl.validation import raise_for
 
 Tree = dict[str, Any]
@@ -111,7 +111,7 @@ class Prepared:
     queries: torch.Tensor  # [K, D] their embeddings
     validation: Suite
     test: Suite | None
-    frozen: training.Frozen
+    frozen: Frozen
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Evaluated:
     device: torch.device
     bank: TextBank
     suite: Suite
-    frozen: training.Frozen
+    frozen: Frozen
 
 
 class Preparation:
@@ -174,7 +174,7 @@ def prepare_evaluation(tree: Tree, model: Mapping[str, Any]) -> Evaluated:
     device = pick_device(tree["trainer"]["accelerator"])
     place = locate(tree["data"])
     detector = load_detector(model).to(device)
-    bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
+    bank = text_bank(tree, detector, device)
     images = make_images(detector, place["images"], tree["model"]["pad_value"])
     suite = benchmark_suite(tree, detector, place, bank, images)
     frozen = features_of(tree, detector, images, device, keep=False)
@@ -183,10 +183,26 @@ def prepare_evaluation(tree: Tree, model: Mapping[str, Any]) -> Evaluated:
 
 def prepare(tree: Tree) -> Prepared:
     """Detector, data, suites and features of a training run."""
+    ready = planned(tree)
+    evaluated = rows_evaluated(ready.validation, ready.test)
+    ready.frozen = training_features(
+        tree,
+        ready.detector,
+        ready.validation.images,
+        ready.device,
+        dataset=ready.data.dataset,
+        evaluated=evaluated,
+    )
+    ready.frozen.give(ready.data.dataset)
+    return ready
+
+
+def planned(tree: Tree) -> Prepared:
+    """A training run before any image is encoded: detector, data, suites and their texts."""
     device = pick_device(tree["trainer"]["accelerator"])
     detector = load_detector(tree["model"]).to(device)
     place = locate(tree["data"])
-    bank = TextBank(detector, policy=tree["data"]["token_policy"], device=device)
+    bank = text_bank(tree, detector, device)
     images = make_images(detector, place["images"], tree["model"]["pad_value"])
     data = training.training_data(
         find_file(place["annotations"], tree["data"]["train_file"]),
@@ -201,10 +217,14 @@ def prepare(tree: Tree) -> Prepared:
     validation = validation_suite(tree, detector, place, bank, images)
     test = benchmark_suite(tree, detector, place, bank, images) if tree["test"] else None
     data.dataset.embeddings = bank.embeddings  # the bank has grown since
-    frozen = features_of(tree, detector, images, device)
-    data.dataset.stored = frozen.stored
     data.dataset.images = images.for_workers()
-    return Prepared(detector, device, bank, data, names, queries, validation, test, frozen)
+    nothing = Frozen(None, "no image is encoded yet")
+    return Prepared(detector, device, bank, data, names, queries, validation, test, nothing)
+
+
+def rows_evaluated(validation: Suite, test: Suite | None) -> list[int]:
+    """Images that benchmarks are computed on: they need all patches."""
+    return sorted({*validation.image_rows, *(test.image_rows if test is not None else ())})
 
 
 def build_features(tree: Tree) -> str:
@@ -212,32 +232,18 @@ def build_features(tree: Tree) -> str:
 
     Processes of one launch (accelerate, torchrun) encode a share each; other builders share through the store's claims.
     """
-    chosen = tree["features"]
-    ready = prepare({**tree, "features": {**chosen, "mode": "live"}})  # plans and reads, encodes no image
+    ready = planned(tree)
     images, work, device = ready.validation.images, work_of(tree, ready.device), ready.device
-    options = {"dtype": chosen["dtype"], "device": device, "autocast": work["autocast"]}
-    shelf = FeatureStore.for_model(Path(chosen["root"]).expanduser(), ready.detector, images.preprocessor, **options)
-    state = PartialState(cpu=device.type == "cpu")
-    with state.split_between_processes(list(range(len(images)))) as rows:
-        own = build(shelf, ready.detector, images, rows, **work)
-    state.wait_for_everyone()
-    rest = build(shelf, ready.detector, images, **work)  # nothing, unless another process lost its share
-    return f"{own.found} found, {own.encoded + rest.encoded} encoded; {rest.images} images in {shelf.folder}"
-
-
-def make_images(detector: OwlDetector, root: Path, pad_value: float) -> ImageSet:
-    """An empty image set with the detector's own preprocessing."""
-    return ImageSet(root, Preprocessor(detector.image_processor, frame=detector.frame, pad_value=pad_value))
-
-
-def features_of(
-    tree: Tree, detector: OwlDetector, images: ImageSet, device: torch.device, *, keep: bool = True
-) -> training.Frozen:
-    """Image features as `features.mode` says; `keep=False`: "auto" never writes a store."""
-    chosen = tree["features"]
-    root = Path(chosen["root"]).expanduser()
-    options: dict[str, Any] = {"mode": chosen["mode"], "root": root, "dtype": chosen["dtype"], "keep": keep}
-    return training.frozen_features(detector, images, work=work_of(tree, device), **options)
+    evaluated = rows_evaluated(ready.validation, ready.test)
+    state, done = PartialState(cpu=device.type == "cpu"), []
+    stores = stores_of(tree, ready.detector, images, device, dataset=ready.data.dataset, evaluated=evaluated)
+    for shelf, wanted in stores:
+        with state.split_between_processes(wanted) as rows:
+            own = build(shelf, ready.detector, images, rows, **work)
+        state.wait_for_everyone()
+        rest = build(shelf, ready.detector, images, wanted, **work)  # nothing, unless another process lost its share
+        done.append(f"{own.found} found, {own.encoded + rest.encoded} encoded; {rest.images} images in {shelf.folder}")
+    return "\n".join(done)
 
 
 def load_detector(model: Mapping[str, Any]) -> OwlDetector:
@@ -295,17 +301,6 @@ def load_head_of(detector: OwlDetector, run: str | Path) -> None:
             f"{head} is not the head that {results} is about: sha256 of its weights is {found}, provenance.head_sha256 "
             f"there {expected}. Put the run's own head back, or finish the run again with resume={run}."
         )
-
-
-def work_of(tree: Tree, device: torch.device) -> Tree:
-    """How images are fed to the towers outside of training."""
-    precision = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(tree["trainer"]["precision"])
-    return {
-        "batch_size": tree["benchmark"]["batch_size"],
-        "num_workers": tree["trainer"]["num_workers"],
-        "device": device,
-        "autocast": precision,
-    }
 
 
 def conventions_of(tree: Tree) -> Tree:

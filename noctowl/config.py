@@ -108,6 +108,8 @@ class Features:
     mode: Literal["auto", "memory", "disk", "live", "stream"]
     root: str
     dtype: Literal["fp32", "fp16", "int8"]
+    background: Annotated[int | None, Range(ge=1)]
+    background_seed: Annotated[int, Range(ge=0)]
 
 
 @dataclass
@@ -322,6 +324,21 @@ def _some_n(tree: Mapping[str, Any]) -> list[Problem]:
     return [Problem("benchmark.n_negatives", "[]", "one N at least, or null for each benchmark's own")]
 
 
+def _sample_stored(tree: Mapping[str, Any]) -> list[Problem]:
+    features = tree["features"]
+    if features["background"] is None or features["mode"] == "disk":
+        return []
+    found = f"{features['background']} with features.mode={features['mode']}"
+    return [Problem("features.background", found, "null (all patches), or features=disk, where samples are kept")]
+
+
+def _all_patches(tree: Mapping[str, Any]) -> list[Problem]:
+    if tree["features"]["background"] is None:
+        return []
+    allowed = "null: evaluation needs all patches, a sample of them serves training only"
+    return [Problem("features.background", str(tree["features"]["background"]), allowed)]
+
+
 # (groups that a rule reads, rule)
 COMMON_RULES = ((("benchmark",), _some_n), (("trainer",), _precision_exists), (("model",), _padding_exists))
 TRAINING_RULES = (
@@ -330,5 +347,6 @@ TRAINING_RULES = (
     (("trainer", "selection", "schedule"), _epochs_fit),
     (("loss", "distill"), _something_trains),
     (("selection", "data", "compat"), _reference_exists),
+    (("features",), _sample_stored),
 )
-EVALUATION_RULES = ((("checkpoint", "predictions"), _one_source),)
+EVALUATION_RULES = ((("checkpoint", "predictions"), _one_source), (("features",), _all_patches))

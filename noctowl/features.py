@@ -7,12 +7,15 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import psutil
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -25,18 +28,38 @@ from noctowl.text import Policy, tokenize
 
 log = logging.getLogger(__name__)
 
+EXCHANGED = 32  # images that processes hand over at a time: a few hundred MB on the device
 Mode = Literal["auto", "memory", "disk", "live", "stream"]
 
 
+class TextShelf(Protocol):
+    """Embeddings that outlast a run: `noctowl.store.TextStore`."""
+
+    def read(self, texts: Sequence[str]) -> dict[int, Tensor]:
+        """[D] by position, of the texts that are there."""
+
+    def write(self, texts: Sequence[str], embeddings: Tensor) -> None:
+        """Add texts with their embeddings [n, D]."""
+
+
 class TextBank:
-    """Unit embeddings of distinct captions; each is encoded once, whatever asks for it.
+    """Unit embeddings of distinct captions; each is encoded once, whatever asks for it, or read from a `shelf`.
 
     Attributes: `embeddings` fp32 [M, D] on the CPU (zeros for captions that the policy dropped), `lengths` int64 [M]
-    true token counts, `kept` bool [M], `forwards` captions encoded.
+    true token counts, `kept` bool [M], `forwards` captions encoded, `hits` captions read.
     """
 
-    def __init__(self, detector: OwlDetector, *, policy: Policy, device: torch.device, batch_size: int = 512):
+    def __init__(
+        self,
+        detector: OwlDetector,
+        *,
+        policy: Policy,
+        device: torch.device,
+        batch_size: int = 512,
+        shelf: TextShelf | None = None,
+    ):
         self.detector, self.policy, self.device, self.batch_size = detector, policy, device, batch_size
+        self.shelf, self.hits = shelf, 0
         self.embeddings = torch.empty(0, detector.config.projection_dim)
         self.lengths = np.empty(0, np.int64)
         self.kept = np.empty(0, np.bool_)
@@ -75,6 +98,12 @@ class TextBank:
         kept = tokens.kept.numpy()
         fresh = torch.zeros(len(texts), self.embeddings.shape[1])
         todo = np.flatnonzero(kept)
+        if self.shelf is not None:
+            found = self.shelf.read([texts[i] for i in todo])
+            for i, embedding in found.items():
+                fresh[todo[i]] = embedding
+            self.hits += len(found)
+            todo = np.delete(todo, list(found))
         todo = todo[np.argsort(tokens.lengths.numpy()[todo], kind="stable")]  # like lengths together: less padding
         for start in range(0, len(todo), self.batch_size):
             chunk = torch.from_numpy(todo[start : start + self.batch_size])
@@ -83,6 +112,8 @@ class TextBank:
             mask = tokens.attention_mask[chunk, :longest].to(self.device)
             fresh[chunk] = self.detector.encode_text(ids, mask).float().cpu()  # [chunk, D]
         self.forwards += len(todo)
+        if self.shelf is not None:
+            self.shelf.write([texts[i] for i in todo], fresh[torch.from_numpy(todo)])
         first = len(self.embeddings)
         self._rows.update({text: first + i for i, text in enumerate(texts)})
         self.embeddings = torch.cat([self.embeddings, fresh])
@@ -230,12 +261,25 @@ def choose_mode(mode: Mode, *, memory_bytes: int, disk: Callable[[], tuple[int, 
     return "disk", f"features are computed once and kept on disk ({amounts})"
 
 
-def store(detector: OwlDetector, images: ImageSet, **work: Any) -> ImageFeatures:
-    """fp32 tokens [I, P, Dv] and boxes [I, P, 4] of all images, on the CPU. `work`: keyword arguments of `encode`."""
+def store(detector: OwlDetector, images: ImageSet, *, shared: bool = False, **work: Any) -> ImageFeatures:
+    """fp32 tokens [I, P, Dv] and boxes [I, P, 4] of all images, on the CPU. `work`: keyword arguments of `encode`.
+
+    shared: all processes of this launch are here; each encodes a share, and every process gets all.
+    """
     width = detector.config.vision_config.hidden_size
     tokens = torch.empty(len(images), detector.num_patches, width)
     boxes = torch.empty(len(images), detector.num_patches, 4)
-    log.info("encoding %s images", len(images))
-    for rows, part in encode(detector, images, range(len(images)), **work):
+    state = PartialState(cpu=work["device"].type == "cpu") if shared else None
+    rank, processes = (state.process_index, state.num_processes) if state is not None else (0, 1)
+    bounds = [len(images) * r // processes for r in range(processes + 1)]
+    own = range(bounds[rank], bounds[rank + 1])
+    log.info("encoding %s images", len(own))
+    for rows, part in encode(detector, images, own, **work):
         tokens[rows], boxes[rows] = part.tokens.float().cpu(), part.boxes.float().cpu()
+    if state is not None and processes > 1:
+        for sender, (first, end) in enumerate(pairwise(bounds)):
+            for start in range(first, end, EXCHANGED):
+                piece = slice(start, min(start + EXCHANGED, end))
+                for values in (tokens, boxes):
+                    values[piece] = broadcast(values[piece].to(state.device), from_process=sender).cpu()
     return ImageFeatures(tokens, boxes, None)

@@ -102,12 +102,23 @@ def bce(
 
 
 def background(
-    *, similarities: Float[Tensor, "m C"], mask: Bool[Tensor, "m C"] | None = None, gamma: float, compat: bool
+    *,
+    similarities: Float[Tensor, "m C"],
+    mask: Bool[Tensor, "m C"] | None = None,
+    weights: Float[Tensor, "m"] | None = None,
+    gamma: float,
+    compat: bool,
 ) -> Float[Tensor, ""]:
-    """mean_m sum_c -a^gamma ln(1 - a): focal loss with target 0 for every caption."""
+    """mean_m sum_c -a^gamma ln(1 - a): focal loss with target 0 for every caption.
+
+    `weights`: how many background patches each row stands for (`noctowl.store.sample`); their sum is the number of all.
+    """
     s, mask = _prepare(similarities, mask)
     a = (s.abs() if compat else s.clamp(min=0)).clamp(max=1 - EPS)  # [m, C]
-    return _mean_rows((_focal(a, torch.zeros_like(a), gamma) * mask).sum(1))
+    rows = (_focal(a, torch.zeros_like(a), gamma) * mask).sum(1)  # [m]
+    if weights is None:
+        return _mean_rows(rows)
+    return (rows * weights).sum() / weights.sum().clamp(min=1)
 
 
 # Coarse distillation: s and t of the foreground patches for K class names, [n, K]
@@ -135,6 +146,7 @@ def compute_losses(
     similarities: Float[Tensor, "B P C"],
     positive: Bool[Tensor, "B P"],
     query_mask: Bool[Tensor, "B C"] | None = None,
+    patch_weights: Float[Tensor, "B P"] | None = None,
     kind: str = "triplet",
     margin: float = 0.15,
     temperature: float = 0.07,
@@ -152,6 +164,7 @@ def compute_losses(
 
     `positive` is the assignment's foreground. `student` and `teacher` are the coarse similarities of the foreground
     rows, tokens[positive], only: no other row enters the loss, so scoring all patches would give the same gradient.
+    `patch_weights` where P is a sample of the patches: each counts so often in the background term, 0 is padding.
 
     Raises ModelError for similarities that are NaN or no cosines; ValueError for unknown kinds, coarse similarities
     that are absent or belong to other rows.
@@ -184,7 +197,13 @@ def compute_losses(
             raise ValueError(f"distillation {distill!r} is unknown; allowed: {', '.join(get_args(Distillation))}")
     return LossTerms(
         class_=class_,
-        background=background(similarities=behind, mask=back, gamma=gamma, compat=compat),
+        background=background(
+            similarities=behind,
+            mask=back,
+            weights=None if patch_weights is None else patch_weights[~positive],
+            gamma=gamma,
+            compat=compat,
+        ),
         distillation=coarse,
         class_weight=class_weight,
         background_weight=background_weight,

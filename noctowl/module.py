@@ -94,6 +94,7 @@ class NoctOWL(pl.LightningModule):
                 similarities=similarities,
                 positive=positive,
                 query_mask=batch.query_mask,
+                patch_weights=batch.patch_weights,
                 kind=self.loss["name"],
                 distill=self.distill["name"],
                 student=student,

@@ -38,7 +38,12 @@ def provenance_of(tree: Tree, detector: OwlDetector, suite: Suite, bank: TextBan
         head_sha256=state_sha256(detector.trainable_state()),
         processor=suite.images.preprocessor.settings(),
         annotations={n: {"file": b.path.name, "sha256": b.sha256} for n, b in suite.annotations.items()},
-        text={"policy": bank.policy, "captions_encoded": bank.forwards, "over_limit": bank.n_over},
+        text={
+            "policy": bank.policy,
+            "captions_encoded": bank.forwards,
+            "captions_read": bank.hits,
+            "over_limit": bank.n_over,
+        },
     )
 
 

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from noctowl.checkpoint import Checkpoint
 from noctowl.data.datamodule import DataModule, TrainingSet
 from noctowl.data.fgovd import Short, processable, read_fgovd
 from noctowl.errors import DataError
-from noctowl.features import ImageSet, Mode, Stored, TextBank, choose_mode, store
+from noctowl.features import ImageSet, TextBank
 from noctowl.model import OwlDetector
 from noctowl.module import NoctOWL
-from noctowl.store import FeatureStore, build
 from noctowl.text import class_prompt
 
 
@@ -110,50 +109,6 @@ def coarse_queries(bank: TextBank, names: list[str]) -> torch.Tensor:
     """Unit embeddings [K, D] of the prompts of coarse names."""
     rows = bank.prompt_rows([class_prompt(name) for name in names])  # before `embeddings` is read, which it adds to
     return bank.embeddings[torch.from_numpy(rows)]
-
-
-@dataclass
-class Frozen:
-    """Where the image features of a run come from, and how many images were encoded for it beforehand."""
-
-    stored: Stored | None  # None: computed live
-    reason: str
-    encoded: int = 0
-
-
-def frozen_features(
-    detector: OwlDetector,
-    images: ImageSet,
-    *,
-    mode: Mode,
-    root: Path,
-    dtype: str,
-    work: Mapping[str, Any],
-    keep: bool = True,
-) -> Frozen:
-    """Features of all images of the set: in memory, in the store below `root`, or to be computed live.
-
-    `work`: batch_size, num_workers, device and autocast of `noctowl.features.encode`. Without `keep`, "auto" does not
-    come to "disk".
-    """
-    shelf = FeatureStore.for_model(
-        root, detector, images.preprocessor, dtype=dtype, device=work["device"], autocast=work["autocast"]
-    )
-
-    def disk() -> tuple[int, int]:
-        if mode == "auto" and not keep:
-            return 1, 0  # no room: this run is not to write a store
-        room = shelf.room(images)
-        return room.needed, room.free
-
-    exact = replace(shelf.spec, dtype="fp32").bytes_per_image
-    chosen, reason = choose_mode(mode, memory_bytes=len(images) * exact, disk=disk)
-    if chosen in ("live", "stream"):
-        return Frozen(None, reason)
-    if chosen == "memory":
-        return Frozen(store(detector, images, **work), reason, encoded=len(images))
-    report = build(shelf, detector, images, **work)
-    return Frozen(shelf.reader(images), f"{reason}: {report.found} found, {report.encoded} encoded", report.encoded)
 
 
 def fit(

@@ -4,6 +4,7 @@ Legend: V vocabularies kept, C columns, G objects of a vocabulary. One item = on
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -16,6 +17,7 @@ from noctowl.data.loading import make_loader
 from noctowl.data.order import Order
 from noctowl.data.records import Annotations
 from noctowl.features import ImageSet, Stored
+from noctowl.store.sample import Target
 
 
 @dataclass
@@ -30,6 +32,7 @@ class TrainingSet(Dataset[Item]):
         embeddings, caption_rows: unit text embeddings [M, D] and the row of each of the file's captions in them.
         frame: the model's box frame.
         stored: features of all images of the set, or None: images are then read and preprocessed at each access.
+        weights: of stored patches by image, [M], where a sample of them is stored; None: all are.
     """
 
     annotations: Annotations
@@ -41,6 +44,7 @@ class TrainingSet(Dataset[Item]):
     caption_rows: np.ndarray
     frame: Frame
     stored: Stored | None = None
+    weights: Any = None
 
     def __post_init__(self) -> None:
         self.vocabularies = np.flatnonzero(self.kept)
@@ -49,21 +53,37 @@ class TrainingSet(Dataset[Item]):
         return len(self.vocabularies)
 
     def __getitem__(self, index: int) -> Item:
-        v = int(self.vocabularies[index])
-        file = self.annotations
+        file, v = self.annotations, int(self.vocabularies[index])
         image = int(file.vocab_image[v])
-        width, height = (int(side) for side in file.image_sizes[image])
         row = int(self.image_rows[image])
-        columns = file.vocabulary(v)[: 1 + self.n_negatives]
-        boxes = torch.from_numpy(file.object_boxes[file.objects(v)]).float()  # [G, 4]
+        columns = self._columns(v)
         return Item(
             key=(int(file.image_ids[image]), int(file.category_ids[columns[0]])),
             queries=self.embeddings[torch.from_numpy(self.caption_rows[columns])],  # [C, D]
-            gt_boxes=to_frame(boxes, width, height, self.frame),
+            gt_boxes=self._boxes(v),
             pixel_values=self.images[row] if self.stored is None else None,
             tokens=None if self.stored is None else self.stored.tokens[row],
             patch_boxes=None if self.stored is None else self.stored.boxes[row],
+            patch_weights=None if self.weights is None else self.weights[row],
         )
+
+    def _columns(self, v: int) -> np.ndarray:
+        """Captions of a vocabulary that are trained on: int64 [C]."""
+        return self.annotations.vocabulary(v)[: 1 + self.n_negatives]
+
+    def _boxes(self, v: int) -> torch.Tensor:
+        """Its objects, [G, 4] xyxy relative to the model's square."""
+        file = self.annotations
+        width, height = (int(side) for side in file.image_sizes[file.vocab_image[v]])
+        return to_frame(torch.from_numpy(file.object_boxes[file.objects(v)]).float(), width, height, self.frame)
+
+    def targets(self) -> dict[int, list[Target]]:
+        """Objects and numbers of columns of all items, by row of the image set."""
+        found: dict[int, list[Target]] = {}
+        for v in self.vocabularies.tolist():
+            row = int(self.image_rows[self.annotations.vocab_image[v]])
+            found.setdefault(row, []).append(Target(self._boxes(v), len(self._columns(v))))
+        return found
 
 
 class DataModule(pl.LightningDataModule):

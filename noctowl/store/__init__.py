@@ -7,6 +7,7 @@ from noctowl.store.maintain import info, prune, verify
 from noctowl.store.reader import FeatureReader
 from noctowl.store.spec import Spec, describe
 from noctowl.store.tables import print_info, print_prune, print_verify
+from noctowl.store.texts import TextStore
 
 __all__ = [
     "BuildReport",
@@ -14,6 +15,7 @@ __all__ = [
     "FeatureStore",
     "Room",
     "Spec",
+    "TextStore",
     "build",
     "check_room",
     "describe",

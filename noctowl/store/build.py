@@ -22,8 +22,9 @@ from noctowl.model import ImageFeatures, OwlDetector
 from noctowl.store.accuracy import similarity_error
 from noctowl.store.claims import Claims
 from noctowl.store.folder import FeatureStore, Room
-from noctowl.store.identity import VerifiedImages
+from noctowl.store.identity import VerifiedImages, image_part
 from noctowl.store.maintain import mend
+from noctowl.store.sample import Target, thin
 from noctowl.store.shards import write_shard
 from noctowl.store.spec import describe, pack, unpack
 
@@ -70,7 +71,7 @@ def build(
     distinct = {identity: row for row, identity in reversed(wanted.items())}
     found = len(distinct.keys() & store.stored())
     work: Any = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "autocast": autocast}
-    encoded = shards = 0
+    encoded = shards = written = 0
     if found < len(distinct):
         check_room(store, store.room_of(distinct.keys()))
         with _clear_disk_errors(store, found, len(distinct)):
@@ -79,21 +80,23 @@ def build(
                 with claims.lock():
                     mend(store, full=False, repair=True, living={claims.builder, *claims.others()})
                     found = len(distinct.keys() & store.stored())  # shards whose index was lost are back
-                with ShardWriter(store, detector, claims.builder, shard_bytes) as writer:
-                    for part in _parts(store, claims, distinct, writer.capacity):
+                targets = {name: store.targets[row] for name, row in distinct.items()} if store.targets else None
+                with ShardWriter(store, detector, claims.builder, shard_bytes, targets) as writer:
+                    for part in _parts(store, claims, distinct, writer.images_per_shard):
                         planned = {distinct[identity]: identity for identity in part}
+                        verified = VerifiedImages(images, {row: image_part(name) for row, name in planned.items()})
                         log.info("features: encoding %s images (%s)", len(part), store.folder)
-                        for batch, features in encode(detector, VerifiedImages(images, planned), list(planned), **work):
+                        for batch, features in encode(detector, verified, list(planned), **work):
                             writer.add([planned[row] for row in batch], features)
                         writer.flush()
-                    encoded, shards = writer.images, writer.shards
+                    encoded, shards, written = writer.images, writer.shards, writer.bytes
     return BuildReport(
         images=len(distinct),
         found=found,
         encoded=encoded,
         others=len(distinct) - found - encoded,
         shards=shards,
-        bytes=encoded * store.spec.bytes_per_image,
+        bytes=written,
         seconds=time.monotonic() - start,
     )
 
@@ -101,7 +104,13 @@ def build(
 def _check_model(
     store: FeatureStore, detector: OwlDetector, images: ImageSet, device: torch.device, autocast: torch.dtype | None
 ) -> None:
-    spec = describe(detector, images.preprocessor, dtype=store.spec.dtype, device=device, autocast=autocast)
+    if (store.spec.sample is None) != (store.targets is None):
+        raise DataError(
+            f"{store.folder}: a sample of patches depends on the objects of each image, so the two go together: "
+            "FeatureStore.sampled, or features.background on the command line of a training."
+        )
+    options: Any = {"dtype": store.spec.dtype, "device": device, "autocast": autocast, "sample": store.spec.sample}
+    spec = describe(detector, images.preprocessor, **options)
     if spec != store.spec:
         differing = [name for name, value in vars(spec).items() if value != getattr(store.spec, name)]
         raise ModelError(
@@ -153,14 +162,24 @@ class ShardWriter:
     """Collects features and writes full shards, in the background while the next ones are encoded.
 
     Leaving the context by an exception drops the shard that is being filled; one that is being written is finished.
+    `targets`: objects of the images by identity, where the store holds a sample of their patches.
     """
 
-    def __init__(self, store: FeatureStore, detector: OwlDetector, builder: str, shard_bytes: int) -> None:
-        self.store, self.detector, self.builder = store, detector, builder
-        self.capacity = max(1, shard_bytes // store.spec.bytes_per_image)
-        self.images = self.shards = 0
+    def __init__(
+        self,
+        store: FeatureStore,
+        detector: OwlDetector,
+        builder: str,
+        shard_bytes: int,
+        targets: Mapping[str, Sequence[Target]] | None = None,
+    ) -> None:
+        self.store, self.detector, self.builder, self.targets = store, detector, builder, targets
+        self.capacity = max(1, shard_bytes // store.spec.unit_bytes)  # images, or patches of a sample
+        self.images_per_shard = max(1, self.capacity // (store.spec.patches if targets is not None else 1))
+        self.images = self.shards = self.bytes = 0
         self._rows: dict[str, Tensor] = {}
         self._identities: list[str] = []
+        self._starts = [0]
         self._facts: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future[Any] | None = None
@@ -173,18 +192,23 @@ class ShardWriter:
 
     def add(self, identities: Sequence[str], features: ImageFeatures) -> None:
         """A batch of encoded images. Raises what writing an earlier shard raised."""
-        packed = pack(features, self.store.spec)
-        start = 0
-        while start < len(identities):
+        packed, sample = pack(features, self.store.spec), self.store.spec.sample
+        for i, identity in enumerate(identities):
+            rows = {name: values[i : i + 1] for name, values in packed.items()}  # [1, P, ...]
+            if sample is not None and self.targets is not None:
+                options = {"background": sample["background"], "seed": sample["seed"], "name": identity}
+                rows = thin({name: values[0] for name, values in rows.items()}, self.targets[identity], **options)
+            used, n = self._starts[-1], len(rows["tokens"])
+            if self._identities and used + n > self.capacity:
+                self._write()
+                used = 0
             if not self._identities:
-                self._begin(features)
-            used = len(self._identities)
-            n = min(self.capacity - used, len(identities) - start)
-            for name, rows in self._rows.items():
-                rows[used : used + n] = packed[name][start : start + n]
-            self._identities += identities[start : start + n]
-            start += n
-            if len(self._identities) == self.capacity:
+                self._begin(features, max(n, self.capacity))
+            for name, buffer in self._rows.items():
+                buffer[used : used + n] = rows[name]
+            self._identities.append(identity)
+            self._starts.append(used + n)
+            if used + n >= self.capacity:
                 self._write()
 
     def flush(self) -> None:
@@ -193,10 +217,10 @@ class ShardWriter:
             self._write()
         self._wait()
 
-    def _begin(self, features: ImageFeatures) -> None:
+    def _begin(self, features: ImageFeatures, length: int) -> None:
         """A new buffer; the first image shows what the dtype costs."""
         spec = self.store.spec
-        self._rows = {f.name: torch.empty(self.capacity, *f.shape, dtype=f.dtype) for f in spec.fields}
+        self._rows = {f.name: torch.empty(length, *f.shape, dtype=f.dtype) for f in spec.fields}
         error = {"cosine": 0.0, "bound": 0.0}
         if spec.dtype != "fp32":
             objectness = None if features.objectness is None else features.objectness[:1]
@@ -209,12 +233,14 @@ class ShardWriter:
 
     def _write(self) -> None:
         self._wait()
-        name, count = f"shard-{self.builder}-{self.shards:05d}", len(self._identities)
-        rows = {name: value[:count] for name, value in self._rows.items()}
-        arguments = (self.store.folder, name, self.store.spec, rows, self._identities, self._facts)
+        name, units = f"shard-{self.builder}-{self.shards:05d}", self._starts[-1]
+        rows = {name: value[:units] for name, value in self._rows.items()}
+        starts = self._starts if self.targets is not None else ()
+        arguments = (self.store.folder, name, self.store.spec, rows, self._identities, self._facts, starts)
         self._writing = self._pool.submit(write_shard, *arguments)
-        self.images, self.shards = self.images + count, self.shards + 1
-        self._rows, self._identities = {}, []
+        self.images, self.shards = self.images + len(self._identities), self.shards + 1
+        self.bytes += units * self.store.spec.unit_bytes
+        self._rows, self._identities, self._starts = {}, [], [0]
 
     def _wait(self) -> None:
         if self._writing is not None:

@@ -9,9 +9,9 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from noctowl.model import OwlDetector
 from noctowl.runfolder import atomic
 from noctowl.store.identity import identities
 from noctowl.store.reader import FeatureReader
+from noctowl.store.sample import Target, settings, target_digest
 from noctowl.store.shards import Damaged, ShardIndex, read_index
 from noctowl.store.spec import Spec, canonical, describe
 
@@ -40,10 +41,13 @@ class Room:
 
 
 class FeatureStore:
-    """The features of one spec below a root folder. Opening writes nothing."""
+    """The features of one spec below a root folder. Opening writes nothing.
 
-    def __init__(self, root: str | Path, spec: Spec) -> None:
-        self.root, self.spec = Path(root), spec
+    `targets`: objects by row of the image set, where only a sample of the patches is stored.
+    """
+
+    def __init__(self, root: str | Path, spec: Spec, targets: Mapping[int, Sequence[Target]] | None = None) -> None:
+        self.root, self.spec, self.targets = Path(root), spec, targets
         self.folder = self.root / spec.key
         self._parsed: dict[str, tuple[tuple[int, ...], ShardIndex]] = {}  # index files, by name, that were read before
         if (self.folder / META).is_file():
@@ -63,6 +67,13 @@ class FeatureStore:
         """The store for a model as it computes on `device`. Raises ConfigError for a dtype that is not offered."""
         return cls(root, describe(detector, preprocessor, dtype=dtype, device=device, autocast=autocast))
 
+    def sampled(self, background: int, seed: int, targets: Mapping[int, Sequence[Target]]) -> "FeatureStore":
+        """The store beside this one with the patches that can become foreground and `background` of the others.
+
+        It serves training on the objects `targets` of the image set's rows, and holds these rows only.
+        """
+        return FeatureStore(self.root, replace(self.spec, sample=settings(background, seed)), targets)
+
     @classmethod
     def open(cls, folder: str | Path) -> "FeatureStore":
         """An existing store by its own folder, no model needed. Raises DataError if it is none or was renamed."""
@@ -70,9 +81,14 @@ class FeatureStore:
         return cls(folder.parent, read_meta(folder))
 
     def identities(self, images: ImageSet, rows: Sequence[int] | None = None) -> dict[int, str]:
-        """Identity by row, for all rows or the given ones."""
-        chosen = list(range(len(images))) if rows is None else [int(row) for row in rows]
-        return dict(zip(chosen, identities(images, chosen, cache=self.root / "hashes.json")))
+        """Identity by row, for the given rows or all (that have targets, if these are asked for)."""
+        if rows is None:
+            rows = range(len(images)) if self.targets is None else sorted(self.targets)
+        chosen = [int(row) for row in rows]
+        found = dict(zip(chosen, identities(images, chosen, cache=self.root / "hashes.json")))
+        if self.targets is None:
+            return found
+        return {row: f"{name}+{target_digest(self.targets[row])}" for row, name in found.items()}
 
     def indexes(self) -> list[ShardIndex]:
         """All shards that can be read, by name. Damaged ones are left out: their images count as missing."""
@@ -115,7 +131,7 @@ class FeatureStore:
         """Folder and meta.json."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / META).is_file():
-            content = {"key": self.spec.key, "base": base_id, "ingredients": asdict(self.spec)}
+            content = {"key": self.spec.key, "base": base_id, "ingredients": self.spec.ingredients}
             with atomic(self.folder / META) as file:
                 file.write((json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 

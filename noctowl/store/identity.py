@@ -45,6 +45,11 @@ def identity(sha256: str, size: tuple[int, int]) -> str:
     return f"{sha256}-{size[0]}x{size[1]}"
 
 
+def image_part(identity: str) -> str:
+    """An entry's identity without the objects that a sample of its patches was made for."""
+    return identity.partition("+")[0]
+
+
 def identities(images: ImageSet, rows: Sequence[int], *, cache: Path | None = None, threads: int = 4) -> list[str]:
     """Identity of each of `rows`. `cache` is a file to remember hashes in; one that cannot be written is left alone.
 

@@ -175,12 +175,14 @@ def verify(root: str | Path, keys: Sequence[str] | None = None, *, repair: bool 
 
 
 def info(root: str | Path, keys: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """What is stored, per store: key, base, dtype, resolution, images, duplicates, shards, bytes, builders at work, and
+    """What is stored, per store: key, base, dtype, resolution, images, duplicates, shards, bytes, builders at work,
+    patches of an image (the mean where a sample is kept, of so many background patches as "background" says), and
     "error": the largest error of similarities that was measured while building (see `accuracy.similarity_error`)."""
     reports = []
     for store in _chosen(root, keys):
         spec, indexes = store.spec, store.indexes()
         names = [entry.identity for index in indexes for entry in index.entries]
+        mean = sum(index.units for index in indexes) / (sum(index.count for index in indexes) or 1)
         errors = [index.facts["error"] for index in indexes if "error" in index.facts]
         reports.append(
             {
@@ -194,7 +196,9 @@ def info(root: str | Path, keys: Sequence[str] | None = None) -> list[dict[str, 
                 "duplicates": len(names) - len(set(names)),
                 "shards": len(indexes),
                 "bytes": sum(path.stat().st_size for path in store.folder.glob("shard-*")),
-                "bytes_per_image": spec.bytes_per_image,
+                "bytes_per_image": round(mean * spec.unit_bytes) if indexes else spec.bytes_per_image,
+                "background": None if spec.sample is None else spec.sample["background"],
+                "patches": spec.patches if spec.sample is None else mean,
                 "builders": len(_living(store)),
                 "error": {name: max(error[name] for error in errors) for name in ("cosine", "bound")}
                 if errors

@@ -1,6 +1,6 @@
 """Stored features in the place of `ImageFeatures`: `reader.tokens[row]`, `reader.boxes[[1, 5, 7]]`, read when needed.
 
-Legend: I images, P patches, Dv vision width. Rows are those of the image set.
+Legend: I images, P patches, M of them in a sample, Dv vision width. Rows are those of the image set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +42,7 @@ class FeatureReader:
         verify: bool = True,
     ) -> None:
         self.folder, self.spec, self.verify, self.names = folder, spec, verify, names
+        self.sampled = spec.sample is not None
         self.indexes = [ShardIndex(**{**vars(index), "entries": ()}) for index in indexes]
         where = {e.identity: (s, e.row, e.check) for s, index in enumerate(indexes) for e in index.entries}
         self._shard = np.full(n_rows, ABSENT, np.int32)
@@ -74,7 +75,12 @@ class FeatureReader:
     @property
     def objectness(self) -> "Column | None":
         """[I, P], logits; None for OWL-ViT"""
-        return Column(self, "objectness") if self.spec.objectness else None
+        return Column(self, "objectness") if self.spec.objectness and not self.sampled else None
+
+    @property
+    def weights(self) -> "Column | None":
+        """[M] by image where a sample of its patches is stored; None: all P are"""
+        return Column(self, "weights") if self.sampled else None
 
     def __len__(self) -> int:
         return len(self._shard)
@@ -108,11 +114,10 @@ class FeatureReader:
                     "verify --repair` and build again: only what is damaged is computed anew."
                 )
             self._seen[row] = True
-        value = shard.tensors[name][place]
+        value = shard.get(name, place)
         if name != "tokens":
             return value
-        scales = shard.tensors.get("scales")
-        return unpack(value, None if scales is None else scales[place])
+        return unpack(value, shard.get("scales", place) if "scales" in shard.tensors else None)
 
     def _mapped(self, row: int) -> MappedShard:
         number = int(self._shard[row])
@@ -134,7 +139,7 @@ class Column:
 
     @property
     def shape(self) -> torch.Size:
-        """As the stacked tensor would have it."""
+        """As the stacked tensor would have it (not for a sample, whose images differ in length)."""
         fields = {field.name: field.shape for field in self.reader.spec.fields}
         return torch.Size((len(self.reader), *fields[self.name]))
 
@@ -149,6 +154,11 @@ class Column:
             rows = rows.tolist()
         if not isinstance(rows, Sequence):
             return self.reader.get(self.name, int(rows))
+        if self.reader.sampled:
+            raise DataError(
+                f"{self.reader.folder}: holds a sample of each image's patches (features.background), which serves "
+                "training only. Evaluation needs all patches: set features.background=null, and build what is missing."
+            )
         if not len(rows):
             return torch.empty(0, *self.shape[1:])
         return torch.stack([self.reader.get(self.name, int(row)) for row in rows])

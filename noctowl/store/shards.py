@@ -16,6 +16,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,12 @@ class ShardIndex:
     header_sha256: str
     entries: tuple[Entry, ...]
     facts: dict[str, Any] = field(default_factory=dict)  # device, versions, error of the dtype
+    starts: tuple[int, ...] = ()  # first patch of each row and the end, where rows differ in length
+
+    @property
+    def units(self) -> int:
+        """Length of the tensors' leading dimension: rows, or the patches of all rows."""
+        return self.starts[-1] if self.starts else self.count
 
 
 class Damaged(Exception):
@@ -94,25 +101,33 @@ def row_check(parts: Sequence[Tensor]) -> int:
     return crc
 
 
-def offsets(spec: Spec, count: int) -> Iterator[tuple[Field, int]]:
+def offsets(spec: Spec, units: int) -> Iterator[tuple[Field, int]]:
     """Each tensor with its offset from the start of the data."""
     start = 0
     for item in spec.fields:
         yield item, start
-        start += count * item.row_bytes
+        start += units * item.row_bytes
 
 
 def write_shard(
-    folder: Path, name: str, spec: Spec, rows: Mapping[str, Tensor], identities: Sequence[str], facts: Mapping[str, Any]
+    folder: Path,
+    name: str,
+    spec: Spec,
+    rows: Mapping[str, Tensor],
+    identities: Sequence[str],
+    facts: Mapping[str, Any],
+    starts: Sequence[int] = (),
 ) -> ShardIndex:
-    """Write shard and index; `rows` are the packed tensors [n, ...] of the images `identities`.
+    """Write shard and index; `rows` are the packed tensors [n, ...] of the images `identities`, or [sum of lengths,
+    ...] with `starts` as in `ShardIndex`.
 
     The shard appears first. A crash between the two leaves a shard without index, which the next build takes up.
     """
-    sums = [row_sums([rows[f.name][i] for f in spec.fields]) for i in range(len(identities))]
+    ends = starts or range(len(identities) + 1)
+    sums = [row_sums([rows[f.name][a:b] for f in spec.fields]) for a, b in pairwise(ends)]
     entries = tuple(Entry(i, identity, *sums[i]) for i, identity in enumerate(identities))
-    header = _header(spec, entries, facts)
-    index = _index(name, spec.key, len(entries), header, spec, entries, dict(facts))
+    header = _header(spec, entries, facts, starts)
+    index = _index(name, header, spec, entries, dict(facts), starts)
     with atomic(folder / f"{name}.safetensors") as file:
         file.write(header)
         for item in spec.fields:
@@ -129,18 +144,20 @@ def write_index(folder: Path, index: ShardIndex) -> None:
     sync_folder(folder)
 
 
-def _header(spec: Spec, entries: Sequence[Entry], facts: Mapping[str, Any]) -> bytes:
+def _header(spec: Spec, entries: Sequence[Entry], facts: Mapping[str, Any], starts: Sequence[int]) -> bytes:
     """safetensors header: length, JSON, padded with spaces so that the data begins aligned."""
-    count = len(entries)
+    units = starts[-1] if starts else len(entries)
     content: dict[str, Any] = {}
-    for item, start in offsets(spec, count):
-        span = [start, start + count * item.row_bytes]
+    for item, start in offsets(spec, units):
+        span = [start, start + units * item.row_bytes]
         content[item.name] = {
             "dtype": SAFETENSORS_NAMES[item.dtype],
-            "shape": [count, *item.shape],
+            "shape": [units, *item.shape],
             "data_offsets": span,
         }
-    own = {"key": spec.key, "entries": [list(entry) for entry in entries], "facts": dict(facts)}
+    own: dict[str, Any] = {"key": spec.key, "entries": [list(entry) for entry in entries], "facts": dict(facts)}
+    if starts:
+        own["starts"] = list(starts)
     content["__metadata__"] = {"noctowl": canonical(own).decode()}
     text = canonical(content)
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -148,10 +165,16 @@ def _header(spec: Spec, entries: Sequence[Entry], facts: Mapping[str, Any]) -> b
 
 
 def _index(
-    name: str, key: str, count: int, header: bytes, spec: Spec, entries: tuple[Entry, ...], facts: dict[str, Any]
+    name: str,
+    header: bytes,
+    spec: Spec,
+    entries: tuple[Entry, ...],
+    facts: dict[str, Any],
+    starts: Sequence[int],
 ) -> ShardIndex:
-    total = len(header) + count * spec.bytes_per_image
-    return ShardIndex(name, key, count, len(header), total, hashlib.sha256(header).hexdigest(), entries, facts)
+    units, digest = starts[-1] if starts else len(entries), hashlib.sha256(header).hexdigest()
+    total = len(header) + units * spec.unit_bytes
+    return ShardIndex(name, spec.key, len(entries), len(header), total, digest, entries, facts, tuple(starts))
 
 
 def read_index(path: Path, spec: Spec) -> ShardIndex:
@@ -164,7 +187,10 @@ def read_index(path: Path, spec: Spec) -> ShardIndex:
         content = stored["index"]
         if hashlib.sha256(canonical(content)).hexdigest() != stored["digest"]:
             raise ValueError("its digest does not fit its content")
-        index = ShardIndex(**content | {"entries": tuple(Entry(*entry) for entry in content["entries"])})
+        entries, starts = tuple(Entry(*entry) for entry in content["entries"]), tuple(content.get("starts", ()))
+        index = ShardIndex(**content | {"entries": entries, "starts": starts})
+        if starts and (len(starts) != index.count + 1 or any(a > b for a, b in pairwise((0, *starts)))):
+            raise ValueError("its rows do not follow each other")
         if index.name != path.stem or any(not 0 <= entry.row < index.count for entry in index.entries):
             raise ValueError("its content contradicts itself")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -176,7 +202,7 @@ def read_index(path: Path, spec: Spec) -> ShardIndex:
         found = shard.stat().st_size
     except FileNotFoundError as error:
         raise Damaged("no shard", f"{path}: its shard is missing") from error
-    expected = index.data_start + index.count * spec.bytes_per_image
+    expected = index.data_start + index.units * spec.unit_bytes
     if not found == index.bytes == expected:
         raise Damaged("truncated", f"{shard}: {found} bytes; it was written with {expected}")
     return index
@@ -201,15 +227,15 @@ def recover_index(shard: Path, spec: Spec) -> ShardIndex:
             text = file.read(length)
         own = json.loads(json.loads(text)["__metadata__"]["noctowl"])
         entries = tuple(Entry(*entry) for entry in own["entries"])
-        key, facts = own["key"], own["facts"]
+        key, facts, starts = own["key"], own["facts"], own.get("starts", [])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged("header", f"{shard}: not a readable header ({type(error).__name__}: {error})") from error
     if key != spec.key:
         raise Damaged("foreign", f"{shard}: belongs to the store {key}, not to {spec.key}")
     header = length.to_bytes(8, "little") + text
-    if header != _header(spec, entries, facts):
+    if header != _header(spec, entries, facts, starts):
         raise Damaged("header", f"{shard}: its header contradicts itself")
-    index = _index(shard.stem, key, len(entries), header, spec, entries, facts)
+    index = _index(shard.stem, header, spec, entries, facts, starts)
     if shard.stat().st_size != index.bytes:
         raise Damaged("truncated", f"{shard}: {shard.stat().st_size} bytes; it was written with {index.bytes}")
     return without_bad_rows(index, bad_rows(shard.parent, index, spec))
@@ -251,15 +277,22 @@ class MappedShard:
             ) from error
         advise(storage.data_ptr(), index.bytes, "MADV_RANDOM")
         self.tensors: dict[str, Tensor] = {}
-        for item, start in offsets(spec, index.count):
-            shape, first = (index.count, *item.shape), (index.data_start + start) // item.dtype.itemsize
+        self.index = index
+        for item, start in offsets(spec, index.units):
+            shape, first = (index.units, *item.shape), (index.data_start + start) // item.dtype.itemsize
             strides = torch.empty(shape, device="meta").stride()
             empty: Any = torch.empty(0, dtype=item.dtype)
             self.tensors[item.name] = empty.set_(storage, first, shape, strides)
 
     def row(self, row: int) -> list[Tensor]:
         """One image's tensors in the order of `Spec.fields`: views of the map."""
-        return [tensor[row] for tensor in self.tensors.values()]
+        return [self.get(name, row) for name in self.tensors]
+
+    def get(self, name: str, row: int) -> Tensor:
+        """One of them: [P, ...], or [M, ...] where rows differ in length."""
+        tensor = self.tensors[name]
+        starts = self.index.starts
+        return tensor[starts[row] : starts[row + 1]] if starts else tensor[row]
 
     def fetch(self, row: int) -> None:
         """Have the system read a row in the background, all of it and nothing else."""

@@ -3,6 +3,8 @@
 Legend: P patches, Dv vision width. An image's *identity* is the sha256 of its file and the size that the annotations
 expect (it decides about EXIF orientation): "<sha256>-<width>x<height>".
 
+Where only a sample of the patches is kept (`noctowl.store.sample`), "+<digest of its objects>" follows.
+
 The key is the sha256 of everything that the numbers depend on besides the image. Two runs share a store exactly if all
 of it is equal; loss, head, margin, rate, seed and split are not among it.
 """
@@ -27,7 +29,7 @@ LAYOUT_VERSION = 1  # raise it whenever shards or indexes are written differentl
 
 
 class Field(NamedTuple):
-    """One tensor of a shard: shape without the leading dimension of images."""
+    """One tensor of a shard: shape without the leading dimension."""
 
     name: str
     dtype: torch.dtype
@@ -35,7 +37,7 @@ class Field(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one image."""
+        """Bytes of one step along the leading dimension."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -52,26 +54,46 @@ class Spec:
     patches: int
     width: int
     objectness: bool
+    sample: dict[str, Any] | None = None  # `noctowl.store.sample.settings`; None: all patches are stored
+
+    @property
+    def ingredients(self) -> dict[str, Any]:
+        """What the key is made of; no word about samples where there is none."""
+        return {name: value for name, value in asdict(self).items() if name != "sample" or value is not None}
 
     @property
     def key(self) -> str:
         """sha256 over all fields."""
-        return hashlib.sha256(canonical(asdict(self))).hexdigest()
+        return hashlib.sha256(canonical(self.ingredients)).hexdigest()
 
     @property
     def fields(self) -> list[Field]:
-        """Tensors of a shard in their order: fp32 ones first, so that all are aligned. Boxes are fp32 always."""
-        fields = [Field("boxes", torch.float32, (self.patches, 4))]
-        if self.objectness:
-            fields.append(Field("objectness", torch.float32, (self.patches,)))
+        """Tensors of a shard in their order: fp32 ones first, so that all are aligned. Boxes are fp32 always.
+
+        Their leading dimension is that of images, or of patches where each image has a number of its own (`sample`).
+        """
+        patches = (self.patches,) if self.sample is None else ()
+        fields = [Field("boxes", torch.float32, (*patches, 4))]
+        if self.objectness and self.sample is None:  # training does not read it
+            fields.append(Field("objectness", torch.float32, patches))
         if self.dtype == "int8":
-            fields.append(Field("scales", torch.float32, (self.patches,)))
-        return [*fields, Field("tokens", DTYPES[self.dtype], (self.patches, self.width))]
+            fields.append(Field("scales", torch.float32, patches))
+        if self.sample is not None:
+            fields.append(Field("weights", torch.float32, ()))
+        return [*fields, Field("tokens", DTYPES[self.dtype], (*patches, self.width))]
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes along the leading dimension: of an image's tensors, of a patch's where there is a sample."""
+        return sum(field.row_bytes for field in self.fields)
 
     @property
     def bytes_per_image(self) -> int:
-        """Bytes of one image's tensors; its line in the index comes to some 400 more, twice."""
-        return sum(field.row_bytes for field in self.fields)
+        """Bytes of one image's tensors; its line in the index comes to some 400 more, twice.
+
+        Of a sample the least: how many patches can become foreground is only known once an image is encoded.
+        """
+        return self.unit_bytes * (1 if self.sample is None else min(self.sample["background"], self.patches))
 
 
 def canonical(value: Any) -> bytes:
@@ -86,6 +108,7 @@ def describe(
     dtype: str = "fp32",
     device: torch.device,
     autocast: torch.dtype | None = None,
+    sample: dict[str, Any] | None = None,
 ) -> Spec:
     """The spec of features that `detector` computes on `device` of images that `preprocessor` prepares.
 
@@ -95,12 +118,13 @@ def describe(
         base_sha256=detector.content_hash(),
         processor=preprocessor.settings(),
         dtype=check_dtype(dtype),
-        arithmetic=_arithmetic(device, autocast),
+        arithmetic=arithmetic(device, autocast),
         encoder_version=ENCODER_VERSION,
         layout_version=LAYOUT_VERSION,
         patches=detector.num_patches,
         width=int(detector.config.vision_config.hidden_size),
         objectness=detector.model_type == "owlv2",
+        sample=sample,
     )
 
 
@@ -116,7 +140,8 @@ def check_dtype(dtype: str) -> Dtype:
     return dtype  # type: ignore[return-value]
 
 
-def _arithmetic(device: torch.device, autocast: torch.dtype | None) -> str:
+def arithmetic(device: torch.device, autocast: torch.dtype | None) -> str:
+    """How products are computed on a device: part of a key, since other arithmetic gives other numbers."""
     if autocast is not None:
         return f"autocast {str(autocast).removeprefix('torch.')} on {device.type}"
     if device.type != "cuda":
@@ -126,13 +151,13 @@ def _arithmetic(device: torch.device, autocast: torch.dtype | None) -> str:
 
 
 def pack(features: ImageFeatures, spec: Spec) -> dict[str, Tensor]:
-    """Tensors of a batch as the shard holds them, on the CPU.
+    """Tensors of a batch [B, P, ...] in the shard's dtypes, on the CPU.
 
     int8: one scale per token, max |x| / 127. Raises DataError for values that the dtype cannot hold.
     """
     tokens = features.tokens.float()  # [B, P, Dv]
     packed = {"boxes": features.boxes.float()}
-    if spec.objectness:
+    if spec.objectness and spec.sample is None:
         assert features.objectness is not None
         packed["objectness"] = features.objectness.float()
     if spec.dtype == "int8":
@@ -148,7 +173,7 @@ def pack(features: ImageFeatures, spec: Spec) -> dict[str, Tensor]:
                 f"features: {name} in {spec.dtype} are not all finite (largest token {float(tokens.abs().max()):.3g}). "
                 + ("The weights or the image are broken." if spec.dtype != "fp16" else "Use features.dtype=fp32.")
             )
-    return {field.name: packed[field.name].cpu() for field in spec.fields}
+    return {field.name: packed[field.name].cpu() for field in spec.fields if field.name in packed}
 
 
 def unpack(tokens: Tensor, scales: Tensor | None) -> Tensor:

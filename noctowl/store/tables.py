@@ -34,15 +34,16 @@ def _many(count: int, word: str) -> str:
 def print_info(reports: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
     """One line per store; the error is that of similarities, under random queries and at most."""
     console = console or Console()
-    columns = ("store", "dtype", "side", "images", "shards", "GB", "MB/im.", "error", "at most", "base")
+    columns = ("store", "dtype", "side", "patches", "images", "shards", "GB", "MB/im.", "error", "at most", "base")
     table = _table("feature stores", columns)
     for r in reports:
         error = [f"{r['error'][name]:.1e}" if r["error"] else ABSENT for name in ("cosine", "bound")]
         images = f"{r['images']}" + (f" (+{r['duplicates']} twice)" if r["duplicates"] else "")
         amount = f"{r['bytes'] / 1e9:.2f}", f"{r['bytes_per_image'] / 1e6:.2f}"
         side = str(r["resolution"][0]) if r["resolution"] else ABSENT
+        patches = f"{r['patches']:.0f}" if r["background"] is None else f"{r['patches']:.0f} (k={r['background']})"
         base = r["base"].rstrip("/").split("/")[-1]
-        table.add_row(r["key"][:8], r["dtype"], side, images, str(r["shards"]), *amount, *error, base)
+        table.add_row(r["key"][:8], r["dtype"], side, patches, images, str(r["shards"]), *amount, *error, base)
     console.print(table)
 
 
