@@ -120,6 +120,45 @@ def test_few_images_on_two_processes(small, tmp_path):
         assert two[images]["counters"] == entry["counters"]
 
 
+SHARE = """
+import json, sys
+from pathlib import Path
+import torch
+from accelerate import PartialState
+from noctowl.assembly import Preparation
+from noctowl.compose import compose
+from noctowl.model import OwlDetector
+from safetensors.torch import save_file
+
+torch.set_num_threads(1)
+encoded, original = [], OwlDetector.encode_images
+OwlDetector.encode_images = lambda self, pixels: encoded.append(len(pixels)) or original(self, pixels)
+frozen = Preparation()(compose("train", json.loads(sys.argv[1]))).frozen
+rank = PartialState(cpu=True).process_index
+tensors = {"tokens": frozen.stored.tokens, "boxes": frozen.stored.boxes, "encoded": torch.tensor(encoded)}
+save_file(tensors, f"{sys.argv[2]}-{rank}.safetensors")
+"""
+
+
+def test_features_in_memory_are_shared_out(small, tmp_path):
+    """Each process encodes a share of the images, and has the features of all: bit by bit those of one process."""
+    script = tmp_path / "share.py"
+    script.write_text(SHARE)
+    words = [*small, "trainer=cpu", "trainer.num_workers=0", "features=memory", "test=false", "benchmark.batch_size=1"]
+    for processes in (1, 2):
+        done = torchrun(
+            tmp_path, str(script), json.dumps(words), f"of{processes}", port=29619 + processes, processes=processes
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, *two = (load_file(tmp_path / f"{name}.safetensors") for name in ("of1-0", "of2-0", "of2-1"))
+    total = len(one["tokens"])
+    assert len(one["encoded"]) == total > 10
+    assert [len(part["encoded"]) for part in two] == [total // 2, total - total // 2]
+    for part in two:
+        assert torch.equal(part["tokens"], one["tokens"])
+        assert torch.equal(part["boxes"], one["boxes"])
+
+
 CHECK = """
 import sys
 import pytorch_lightning as pl
