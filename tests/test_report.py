@@ -19,7 +19,7 @@ from noctowl.eval.evidence import Asked
 from noctowl.eval.outcome import Outcome
 from noctowl.eval.predictions import Predictions
 from noctowl.eval.suite import score_all
-from noctowl.report import build_report, load_runs, write_report
+from noctowl.report import build_report, comparison, graphs, load_runs, write_report
 from noctowl.report.comparison import configurations
 from noctowl.report.published import lookup, published
 from noctowl.report.runs import PUBLISHED_OBJECTS
@@ -181,6 +181,25 @@ def test_published_figures_beside_a_whole_benchmark_only(make_run):
     assert [row[0] for row in headline(load_runs([folder])).rows] == ["whole"]
 
 
+def test_published_points_in_the_tradeoff_plot(make_run, monkeypatch):
+    """All methods that have both figures, where it is LVIS v1 val and the whole benchmark; none otherwise."""
+    folder = make_run("whole", short_vocabularies="drop", n=(1,))
+    results = json.loads((folder / "results.json").read_text())
+    results["metrics"] |= {"fgovd/hard/n5/map": 0.4, "lvis/ap": 0.3, "lvis/ap_rare": 0.2}
+    results["counts"] |= {"lvis": {"classes": 1203, "images": 19809}}
+    results["counts"]["fgovd/hard"]["objects"] = PUBLISHED_OBJECTS["hard"]
+    results["settings"]["data"]["token_policy"] = "drop"
+    change(folder, **results)
+    monkeypatch.setattr(graphs, "_png", lambda canvas, axes: axes)
+    drawn = {text.get_text(): text.xy for text in graphs.tradeoff(load_runs([folder])).texts}
+    assert drawn["NoctOWL (L/14)"] == (48.6, 26.0)
+    assert drawn["Detic"] == (11.5, 39.9)
+    assert len(drawn) == 12
+    results["counts"]["lvis"]["images"] = 19808
+    change(folder, **results)
+    assert list(graphs.tradeoff(load_runs([folder])).texts) == []
+
+
 def test_published_table():
     rows = published()
     assert len(rows) == 257
@@ -223,6 +242,19 @@ def test_paired_comparison(make_run):
         for run in load_runs([make_run("a"), make_run("b", lead=9.0)])
     )
     assert rows[2]["a − b"].value == pytest.approx(a["fgovd/hard/n2/map"] - b["fgovd/hard/n2/map"], abs=1e-5)
+
+
+def test_permutations_grow_with_the_table(make_run, monkeypatch):
+    """100 a row, 5,000 at least: the smallest p that can be had passes Holm's correction."""
+    asked = []
+    real = comparison.compare
+    monkeypatch.setattr(comparison, "compare", lambda *a, **k: asked.append(k["permutations"]) or real(*a, **k))
+    runs = load_runs([make_run(name, lead=lead) for name, lead in zip("abcde", range(5))])
+    assert len(comparison.comparisons(runs)[0].rows) == 16  # two N, two figures, each of four with the first
+    monkeypatch.setattr(comparison, "PER_ROW", 1000)
+    comparison.comparisons(runs)
+    assert set(asked[:16]) == {5000}
+    assert set(asked[16:]) == {16_000}
 
 
 def test_seeds_are_averaged(make_run):

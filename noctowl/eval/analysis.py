@@ -22,10 +22,10 @@ from noctowl.eval.ranks import mean_rank, median_rank, object_ranks
 LENGTHS = {"0-6": (0, 6), "7-10": (7, 10), "11-14": (11, 14), "15+": (15, 10**9)}  # words; bins of the FG-OVD paper
 CROWD = 4  # objects of an image from which on they are one group
 SHADES = frozenset({"light", "dark"})
-VALUES = {  # attribute values of PACO, from which FG-OVD draws its negatives
-    "color": "black blue brown green grey gray orange pink purple red white yellow",
+VALUES = {  # attribute values of PACO, from which FG-OVD draws its negatives; the last ones are the miniature's
+    "color": "black blue brown green grey gray orange pink purple red white yellow cyan lime",
     "material": "stone wood wooden rattan fabric crochet wool leather velvet metal paper plastic glass ceramic",
-    "pattern": "plain striped dotted checkered woven studded perforated floral flowery logo text",
+    "pattern": "plain striped dotted checkered woven studded perforated floral flowery logo text banded plaid",
     "transparency": "opaque translucent transparent",
 }
 TYPE_OF = {value: kind for kind, values in VALUES.items() for value in words(values)}
@@ -93,7 +93,8 @@ def analyse(ranks: Int[ndarray, "A"], facts: Mapping[str, Any]) -> dict[str, Any
 def substitutions(positive: str, negative: str) -> list[tuple[str, str]]:
     """What the negative says instead: [(true, said)], by a word-level difference.
 
-    A shade belongs to its colour: "light grey" for "light pink" are these, not "grey" and "pink".
+    A shade belongs to its colour: "light grey" for "light pink" are these, not "grey" and "pink". Attributes that stand
+    side by side are told apart where their types agree one by one: "grey wooden" for "dark red metal" are two.
     """
     a, b = words(positive), words(negative)
     found: list[tuple[str, str]] = []
@@ -106,7 +107,23 @@ def substitutions(positive: str, negative: str) -> list[tuple[str, str]]:
             kind != "replace" or a[a0:a1][-1] in SHADES or b[b0:b1][-1] in SHADES
         ):  # "light grey" for "grey", or shade alone
             a1, b1 = min(a1 + 1, len(a)), min(b1 + 1, len(b))
-        found.append((" ".join(a[a0:a1]), " ".join(b[b0:b1])))
+        true, said = _values(a[a0:a1]), _values(b[b0:b1])
+        kinds = [value_type(value) for value in true]
+        if OTHER not in kinds and kinds == [value_type(value) for value in said]:
+            found += [pair for pair in zip(true, said) if pair[0] != pair[1]]
+        else:
+            found.append((" ".join(a[a0:a1]), " ".join(b[b0:b1])))
+    return found
+
+
+def _values(own: Sequence[str]) -> list[str]:
+    """Words as values: each alone, but for a shade, which goes with the word after it."""
+    found: list[str] = []
+    for i, word in enumerate(own):
+        if i and own[i - 1] in SHADES:
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
     return found
 
 

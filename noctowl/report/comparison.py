@@ -11,7 +11,8 @@ from noctowl.report.sections import cases_of
 from noctowl.report.table import Cell, Figure, Table
 
 EVERY_PAIR = 4  # configurations up to which all pairs are compared; beyond, each with the first
-PERMUTATIONS = 5_000
+PERMUTATIONS = 5_000  # at least
+PER_ROW = 100  # of the table, so that the smallest p that can be had passes Holm's correction: it becomes .01 at most
 
 
 def configurations(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -41,7 +42,7 @@ def comparisons(runs: Sequence[Run], tail: str = "") -> tuple[Table | None, list
         groups = {run.label: [run] for run in runs}
     if len(groups) < 2:
         return None, []
-    rows: list[dict] = []
+    cases: list[tuple[dict, dict[str, ndarray], ndarray]] = []  # what is compared, values by run [S, A], images [A]
     unable: list[str] = []
     for b, n in cases_of(runs):
         for name, unit, value in (("mAP", "class", "ap"), ("top-1", "object", "rank")):
@@ -58,10 +59,11 @@ def comparisons(runs: Sequence[Run], tail: str = "") -> tuple[Table | None, list
                 others = ", ".join(sorted(usable.keys() - alike.keys()))
                 unable.append(f"{b} N={n}, {name}: {others} was scored on other objects and is not compared")
             values = {k: np.stack([_values(own, value) for own in u]) for k, u in alike.items()}
-            rows += [
-                {"benchmark": b, "n": n, "figure": name, "units": len(first[unit])} | row
-                for row in _pairs(values, np.asarray(first[f"{unit}_image"]))
-            ]
+            if len(values) >= 2 and first[unit]:
+                what = {"benchmark": b, "n": n, "figure": name, "units": len(first[unit])}
+                cases.append((what, values, np.asarray(first[f"{unit}_image"])))
+    permutations = max(PERMUTATIONS, PER_ROW * sum(_count(values) for _, values, _ in cases))
+    rows = [what | row for what, values, images in cases for row in _pairs(values, images, permutations)]
     if not rows:
         return None, list(dict.fromkeys(unable))
     cells: list[tuple[Cell, ...]] = []
@@ -76,7 +78,7 @@ def comparisons(runs: Sequence[Run], tail: str = "") -> tuple[Table | None, list
     columns = ("benchmark", "N", "figure", "a", "b", "mean a", "mean b", "a − b", "p", "p (Holm)", "units")
     note = (
         "On the same images, unit by unit (captions for mAP, objects for top-1); percent. Interval: bootstrap over "
-        f"images; p: sign flips per image, {PERMUTATIONS} permutations; Holm's correction over all rows of this table. "
+        f"images; p: sign flips per image, up to {permutations} permutations; Holm's correction over the whole table. "
         "Several seeds of a configuration are averaged first, so that their scatter is no part of the interval."
     )
     if len(groups) > EVERY_PAIR:
@@ -84,16 +86,19 @@ def comparisons(runs: Sequence[Run], tail: str = "") -> tuple[Table | None, list
     return Table(f"comparison{tail}", "Paired comparison", columns, tuple(cells), note), list(dict.fromkeys(unable))
 
 
-def _pairs(values: dict[str, ndarray], images: ndarray) -> list[dict]:
-    if len(values) < 2 or not len(images):
-        return []
+def _count(values: dict[str, ndarray]) -> int:
+    """Rows that `_pairs` gives."""
+    return len(values) * (len(values) - 1) // 2 if len(values) <= EVERY_PAIR else len(values) - 1
+
+
+def _pairs(values: dict[str, ndarray], images: ndarray, permutations: int) -> list[dict]:
     if len(values) <= EVERY_PAIR:
-        return compare(values, images, permutations=PERMUTATIONS)
+        return compare(values, images, permutations=permutations)
     first, *others = values
     return [
         row
         for other in others
-        for row in compare({first: values[first], other: values[other]}, images, permutations=PERMUTATIONS)
+        for row in compare({first: values[first], other: values[other]}, images, permutations=permutations)
     ]
 
 

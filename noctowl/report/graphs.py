@@ -247,8 +247,16 @@ def _canvas(count: int, *, width: float = 9.0, height: float = 2.1) -> tuple[Can
 
 
 def _png(canvas: Canvas, legend: Axes | None) -> bytes:
-    if legend is not None and legend.get_legend_handles_labels()[1]:
-        legend.legend(fontsize=6, framealpha=0.7)
+    count = 0 if legend is None else len(legend.get_legend_handles_labels()[1])
+    if legend is not None and count:
+        alone = len(canvas.axes) == 1  # above the plot, where it covers nothing; of many, in the first
+        above: dict[str, Any] = {
+            "loc": "lower left",
+            "bbox_to_anchor": (0, 1.01),
+            "ncols": min(count, 3),
+            "borderaxespad": 0,
+        }
+        legend.legend(fontsize=6, framealpha=0.7, **(above if alone else {}))
     fonts.set_fonts(canvas)
     canvas.tight_layout()
     file = io.BytesIO()

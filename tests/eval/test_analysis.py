@@ -100,6 +100,9 @@ def test_pearson_by_hand():
         ),
         ("A cup", "A cup.", []),
         ("A cup", "A red cup", [("cup", "red cup")]),
+        ("A grey wooden cup", "A dark red metal cup", [("grey", "dark red"), ("wooden", "metal")]),
+        ("A light grey dotted cup", "A light pink striped cup", [("light grey", "light pink"), ("dotted", "striped")]),
+        ("A plaid metal cup", "A plain red cup", [("plaid metal", "plain red")]),
     ],
 )
 def test_substitutions(positive, negative, expected):
@@ -109,6 +112,18 @@ def test_substitutions(positive, negative, expected):
 def test_value_types():
     texts = ("dark red", "wooden", "floral", "opaque", "cat", "")
     assert [value_type(t) for t in texts] == ["color", "material", "pattern", "transparency", "other", "other"]
+
+
+def test_two_attributes_side_by_side_are_mixed(fgovd, write_fgovd):
+    """Both words are changed: no figure of materials is mixed with colours."""
+    for row, name in enumerate(("A red metal cup.", "A blue wooden cup.", "A green glass cup.")):
+        fgovd["categories"][row]["name"] = name
+    file = read_fgovd(write_fgovd(fgovd))
+    assert attribute_type(file, 0, 2) == "mixed"
+    assert confusions(file, np.array([0]), np.array([1]), 1) == {
+        "color": {"red": {"blue": {"asked": 1, "chosen": 1}}},
+        "material": {"metal": {"wooden": {"asked": 1, "chosen": 1}}},
+    }
 
 
 def test_attribute_type_of_a_vocabulary(fgovd, write_fgovd):
