@@ -17,7 +17,7 @@ from noctowl.errors import DataError
 from noctowl.features import chunks
 from noctowl.features import store as in_memory
 from noctowl.matcher import match
-from noctowl.store import FeatureStore, build, info, verify
+from noctowl.store import FeatureStore, background_error, build, info, verify
 from noctowl.store.sample import Target, candidates, class_range, draw, thin
 
 from .test_matcher import GRID, random_problem
@@ -166,6 +166,34 @@ class TestLosses:
         assert np.std(terms) > 1e-4  # single draws do differ
         assert np.mean(terms) == pytest.approx(float(full.background.detach()), abs=1e-6)
         torch.testing.assert_close(sums / len(terms), gradient, rtol=0, atol=1e-6)
+
+    def test_stated_error_is_that_of_every_subset(self, fresh_detector):
+        """Mean squared error of the background's gradient over all pairs, against the formula."""
+        module = make_module(fresh_detector(), distill={"name": "none"})
+        module.loss["weight"] = 0.0
+        item = make_item(5, columns=11)
+        rows = torch.cat([kept_of(item).nonzero().flatten()[:2], (~kept_of(item)).nonzero().flatten()[:6]])
+        item = chosen(item, rows, None)._replace(gt_boxes=item.patch_boxes[rows[:1]])
+        kept = kept_of(item)
+        rest = (~kept).nonzero().flatten().tolist()
+        _, gradient = gradients(module, [item])
+        squares = []
+        for pair in combinations(rest, 2):
+            weights = torch.where(kept, 1.0, 0.0)
+            weights[list(pair)] = len(rest) / 2
+            own = weights > 0
+            _, one = gradients(module, [chosen(item, own, weights[own])])
+            squares.append(float((one - gradient).square().sum()))
+        layer = module.detector.head.dense0
+        head = {"weight": layer.weight.detach(), "bias": layer.bias.detach(), "queries": item.queries}
+        whole, certified, errors = background_error(
+            tokens=item.tokens, boxes=item.patch_boxes, objects=item.gt_boxes, sizes=(2, 6, 99), **head
+        )
+        behind = len(rows) - module.losses(collate([item]))[1]  # the loss is a mean over these
+        assert certified == int(kept.sum())
+        torch.testing.assert_close(torch.cat([whole[:, :-1].flatten(), whole[:, -1]]) / behind, gradient)
+        assert errors[2] / behind**2 == pytest.approx(np.mean(squares), rel=1e-3)
+        assert errors[99] == 0
 
     def test_mean_over_seeds_agrees_within_its_standard_error(self, fresh_detector):
         """Two images of different length in a batch, as they are drawn and padded in training."""

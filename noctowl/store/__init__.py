@@ -1,6 +1,6 @@
 """Feature store: tokens, boxes and objectness of images on disk, computed once per base model. See docs/features.md."""
 
-from noctowl.store.accuracy import measure, similarity_error
+from noctowl.store.accuracy import background_error, measure, similarity_error
 from noctowl.store.build import BuildReport, build, check_room
 from noctowl.store.folder import FeatureStore, Room
 from noctowl.store.maintain import info, prune, verify
@@ -16,6 +16,7 @@ __all__ = [
     "Room",
     "Spec",
     "TextStore",
+    "background_error",
     "build",
     "check_room",
     "describe",

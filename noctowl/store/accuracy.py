@@ -1,4 +1,5 @@
-"""What a store's dtype costs: the error of similarities, which is all that tokens are read for.
+"""What a store's economies cost: the dtype in similarities, which is all that tokens are read for; a sample of the
+patches in the gradient.
 
 Legend: B images, P patches, C queries, Dv vision width, D class embedding width.
 """
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from noctowl.features import ImageSet, encode
 from noctowl.head import cosine, unit
+from noctowl.losses import background
+from noctowl.matcher import match
 from noctowl.model import OwlDetector
 from noctowl.store.folder import FeatureStore
+from noctowl.store.sample import Target, candidates
 
 RANDOM_QUERIES = 256
 
@@ -63,3 +67,42 @@ def measure(
         error["boxes"] = float((exact.boxes.float().cpu() - stored.boxes).abs().max())
         worst = {name: max(value, error[name]) for name, value in worst.items()}
     return {**worst, "images": len(rows)}
+
+
+def background_error(
+    *,
+    tokens: Float[Tensor, "P Dv"],
+    boxes: Float[Tensor, "P 4"],
+    queries: Float[Tensor, "C D"],
+    objects: Float[Tensor, "G 4"],
+    weight: Float[Tensor, "D Dv"],
+    bias: Float[Tensor, "D"],
+    sizes: Sequence[int],
+    gamma: float = 2.0,
+    compat: bool = True,
+) -> tuple[Float[Tensor, "D Dw"], int, dict[int, float]]:
+    """What samples of background patches (`noctowl.store.sample`) do to the gradient of one item's background term.
+
+    Returns: the term's gradient over all patches, summed, not averaged, [D, Dv + 1] with the bias last; how many
+    patches can become foreground; by sample size k the expected squared error of that gradient. With g_i the gradients
+    of the R patches that are drawn from, simple random sampling has the variance R^2 / k (1 - k / R) S^2, where
+    S^2 = sum |g_i - mean g|^2 / (R - 1).
+    """
+    with torch.no_grad():
+        embeddings = torch.nn.functional.linear(tokens, weight, bias)  # [P, D]
+    embeddings.requires_grad_()
+    similarities = cosine(embeddings, queries, query_epsilon=compat)  # [P, C]
+    assignment = match(pred_boxes=boxes[None], similarities=similarities.detach()[None], gt_boxes=objects[None])
+    behind = ~assignment.positive[0]
+    term = background(similarities=similarities[behind], gamma=gamma, compat=compat) * behind.sum()
+    (slope,) = torch.autograd.grad(term, embeddings)  # [P, D], 0 for foreground
+    inputs = torch.cat([tokens, tokens.new_ones(len(tokens), 1)], -1)  # [P, Dv + 1]
+    candidate = candidates(pred_boxes=boxes, targets=[Target(objects, len(queries))])
+    rest, count = ~candidate, int((~candidate).sum())
+    squares = (
+        slope[rest].square().sum(-1) * inputs[rest].square().sum(-1)
+    ).sum()  # sum |g_i|^2, g_i = slope_i input_i^T
+    total = slope[rest].T @ inputs[rest]
+    spread = float((squares - total.square().sum() / max(count, 1)) / max(count - 1, 1))
+    errors = {k: count**2 / k * (1 - k / count) * spread if k < count else 0.0 for k in sizes}
+    return slope.T @ inputs, int(candidate.sum()), errors
