@@ -110,6 +110,10 @@ class NoiseImages(ImageSet):
         super().__init__(Path(), Preprocessor(detector.image_processor, frame=detector.frame, pad_value=0.0))
         self.side = detector.image_size
 
+    def for_workers(self) -> "NoiseImages":
+        """Itself: there are no files whose names a worker would have to hold."""
+        return self
+
     def __getitem__(self, row: int) -> Tensor:
         return torch.randn(3, self.side, self.side, generator=torch.Generator().manual_seed(row))
 

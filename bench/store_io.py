@@ -231,7 +231,7 @@ def all_samples(root: Path, *, quick: bool) -> dict[str, list[dict[str, float]]]
     """Errors of samples on both models; B/16 only in the full benchmark."""
     found = {"miniature": sample_errors(*miniature(root, 32 if quick else 200), (8, 16, 32))}
     if not quick:
-        world = common.World(common.make_detector(384), n_images=8, n_coarse=1, batch_size=4)
+        world = common.World(common.make_detector(384), n_images=28, n_coarse=1, batch_size=4)
         found["B/16, 384 px, random"] = sample_errors(world.detector, world.dataset(stored=True), (32, 64, 128))
     return found
 
