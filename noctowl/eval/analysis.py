@@ -8,6 +8,7 @@ out. What is read off the annotations comes from `object_facts`, in the order of
 
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,11 @@ def substitutions(positive: str, negative: str) -> list[tuple[str, str]]:
     A shade belongs to its colour: "light grey" for "light pink" are these, not "grey" and "pink". Attributes that stand
     side by side are told apart where their types agree one by one: "grey wooden" for "dark red metal" are two.
     """
+    return list(_substitutions(positive, negative))
+
+
+@lru_cache(maxsize=200_000)  # the same pairs are asked for at every N and for every table
+def _substitutions(positive: str, negative: str) -> tuple[tuple[str, str], ...]:
     a, b = words(positive), words(negative)
     found: list[tuple[str, str]] = []
     for kind, a0, a1, b0, b1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
@@ -113,7 +119,7 @@ def substitutions(positive: str, negative: str) -> list[tuple[str, str]]:
             found += [pair for pair in zip(true, said) if pair[0] != pair[1]]
         else:
             found.append((" ".join(a[a0:a1]), " ".join(b[b0:b1])))
-    return found
+    return tuple(found)
 
 
 def _values(own: Sequence[str]) -> list[str]:

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from rich.console import Console
 from rich.table import Table
 
-from noctowl.boxes import iou
 from noctowl.data.fgovd import TOKEN_LIMIT, Short, processable, read_fgovd
 from noctowl.data.records import Annotations
 from noctowl.errors import DataError
@@ -223,8 +221,11 @@ def shuffled_rows(rows: Int[ndarray, "I"], *, seed: int = 0) -> Int[ndarray, "I"
 
 def oracle_patches(patch_boxes: Float[ndarray, "P 4"], object_boxes: Float[ndarray, "A 4"]) -> Int[ndarray, "A"]:
     """The patch whose box has the highest IoU with each object (xyxy, one frame); the first of several, or of none."""
-    objects, patches = (torch.from_numpy(np.asarray(boxes, np.float64)) for boxes in (object_boxes, patch_boxes))
-    return iou(objects, patches).numpy().argmax(1)
+    own, patches = np.asarray(object_boxes, np.float64)[:, None], np.asarray(patch_boxes, np.float64)[None]
+    low, high = np.maximum(own[..., :2], patches[..., :2]), np.minimum(own[..., 2:], patches[..., 2:])
+    shared = np.clip(high - low, 0, None).prod(-1)  # [A, P]
+    whole = (own[..., 2:] - own[..., :2]).prod(-1) + (patches[..., 2:] - patches[..., :2]).prod(-1) - shared
+    return np.divide(shared, whole, out=np.zeros_like(shared), where=shared > 0).argmax(1)
 
 
 def ranks_at(logits: Float[ndarray, "A C"]) -> Int[ndarray, "A"]:
