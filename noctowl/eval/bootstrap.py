@@ -59,6 +59,18 @@ def percentile(value: float, samples: Float[ndarray, "B"], level: float = 0.95) 
     return Interval(float(value), float(low), float(high))
 
 
+def centred(value: float, samples: Float[ndarray, "B"], level: float = 0.95) -> Interval:
+    """`percentile` of resamples that are moved so that their mean is the value; for figures from 0 to 1.
+
+    AP of a class with few objects rises when images are drawn twice, as there is less to find out of order: resampled
+    means over such classes stand beside the figure, not around it. Their spread is what is wanted.
+    """
+    if np.isnan(samples).all():
+        return percentile(value, samples, level)
+    _, low, high = percentile(value, np.clip(samples - np.nanmean(samples) + value, 0, 1), level)
+    return Interval(float(value), min(low, float(value)), max(high, float(value)))
+
+
 def ratio_samples(
     numerator: Float[ndarray, "I *s"], denominator: Float[ndarray, "I *s"], weights: Int[ndarray, "B I"]
 ) -> Float[ndarray, "B *s"]:

@@ -18,23 +18,30 @@ from noctowl.data.records import Annotations
 from noctowl.eval import analysis, blind, controls, lvis
 from noctowl.eval.ap import Detections, score_matched
 from noctowl.eval.blind import TextSets
-from noctowl.eval.bootstrap import Interval, box_samples, fgovd_intervals, image_weights, mean_interval, percentile
+from noctowl.eval.bootstrap import (
+    Interval,
+    box_samples,
+    centred,
+    fgovd_intervals,
+    image_weights,
+    mean_interval,
+    percentile,
+)
 from noctowl.eval.fgovd import Scored, rank_inputs
 from noctowl.eval.predictions import Predictions
 
 TEXT_ONLY = ("blind", "blind_embeddings", "centroid", "centroid_embeddings")  # what a gain is over: the best of these
 CHEAP = (*TEXT_ONLY, "head_prior", "oracle")  # "auto"; "shuffled" scores every vocabulary on a second image
 SHUFFLED = ".shuffled"  # ending of the name under which predictions on another image stand
-COARSE_LIMIT = 200_000  # detections up to which the coarse figures get their intervals by themselves
-COARSE_RESAMPLES = 200
+COARSE_RESAMPLES = 200  # bounds move little with more, and the cost is in proportion
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
     """What is wanted; `intervals` and `coarse_intervals` are numbers of resamples, 0 for none.
 
-    coarse_intervals: None for 200 where there are at most 200,000 detections, else none. train: captions that the blind
-    rankers learn from; None: cross-validation inside the benchmark.
+    coarse_intervals: None for 200. train: captions that the blind rankers learn from; None: cross-validation inside the
+    benchmark.
     """
 
     controls: tuple[str, ...] = CHEAP
@@ -147,13 +154,11 @@ def map_intervals(
 def coarse_intervals(
     detections: Detections, annotations: lvis.LvisAnnotations, asked: Asked
 ) -> tuple[dict[str, list[float]], int]:
-    """[low, high] of ap, ap_50, ap_75 and the frequency groups, and the resamples that were drawn.
+    """[low, high] of every coarse figure, sizes and frequency groups included, and the resamples that were drawn.
 
-    Classes span images, so that curves are read again: 200 resamples take about twice the scoring.
+    Classes span images, so that curves are read again: the cost is in proportion to the resamples.
     """
-    resamples = asked.coarse_intervals
-    if resamples is None:
-        resamples = COARSE_RESAMPLES if len(detections.image) <= COARSE_LIMIT else 0
+    resamples = COARSE_RESAMPLES if asked.coarse_intervals is None else asked.coarse_intervals
     if not resamples or not len(annotations.image_ids):
         return {}, 0
     matched = lvis.match_classes(detections, annotations)
@@ -173,7 +178,7 @@ def coarse_intervals(
     for name, drawn in samples.items():
         key = name.replace("map", "ap", 1)
         if key in values:
-            interval = percentile(values[key], drawn)
+            interval = centred(values[key], drawn)
             found[key] = [interval.low, interval.high]
     return found, resamples
 

@@ -21,7 +21,7 @@ from noctowl.eval.ap import recall_table
 from noctowl.eval.greedy import position, run_starts
 from noctowl.eval.matching import AREAS, Matched, settings_of, thresholds_of
 
-ROWS = 64  # curves walked at a time, rounded up to whole classes; bounds the memory, not the result
+BLOCK = 256_000  # curves x resamples walked at a time, or one class; bounds the memory, not the result
 FIGURES = ("map", "map_50", "map_75", "map_small", "map_medium", "map_large")
 
 
@@ -40,7 +40,7 @@ def weighted_ap(
     hits = np.bincount(matched.label[matched.hit > 0], minlength=len(matched.classes))[rows]
     alike = np.argsort(hits, kind="stable")  # curves that are walked together should be of one length
     n_iou = len(thresholds_of(matched.thresholds)[0])
-    some = -(-ROWS // (len(AREAS) * n_iou))
+    some = -(-BLOCK // (len(AREAS) * n_iou * len(weights)))
     for first in range(0, len(rows), some):
         own = alike[first : first + some]
         d, g = (
@@ -114,8 +114,8 @@ def _curves(
 def _walk(events, base, mends, objects, n_iou, n_class, by_image, recall_at) -> Float[ndarray, "C B"]:
     """AP of each curve, from its last true positive to its first."""
     e, n = events, len(events.first)
-    rows = np.repeat(np.arange(n), e.length)
-    own = np.concatenate([np.arange(f, f + many) for f, many in zip(e.first, e.length)])  # E, curves in order
+    rows = np.repeat(np.arange(n), e.length)  # [E]
+    own = position(rows) + np.repeat(e.first, e.length)  # true positives, curves in order
     tp = _sums(rows, e.image[own], n, by_image)  # [C, B]
     extra = np.zeros_like(tp)
     corrected = e.mend[own] >= 0
@@ -128,20 +128,21 @@ def _walk(events, base, mends, objects, n_iou, n_class, by_image, recall_at) -> 
     begin = begin[of.reshape(objects.shape)[area * n_class + label]]  # [C, B]
     points = reached[begin + tp.astype(np.int64)]
     best, ap, work, before = (np.zeros_like(tp) for _ in range(4))
-    place = np.empty(tp.shape, np.int64)
+    one, place = np.ones_like(tp), np.empty(tp.shape, np.int64)
     active = np.searchsorted(-e.length, -np.arange(e.length[0]), side="left")  # curves longer than 0, 1, ...
-    for j in range(int(e.length[0]) - 1, -1, -1):
+    for j in range(int(e.length[0]) - 1, -1, -1):  # mode="wrap" is the fastest; all indices are inside
         c = slice(0, active[j])
         i = e.first[c] + j
-        np.take(base, e.base[i], axis=0, out=work[c], mode="clip")
+        np.take(base, e.base[i], axis=0, out=work[c], mode="wrap")
         work[c] += extra[c]
-        np.maximum(work[c], 1, out=work[c])  # nothing drawn so far: 0 / 1
+        np.maximum(work[c], one[c], out=work[c])  # nothing drawn so far: 0 / 1
         np.divide(tp[c], work[c], out=work[c])
         np.maximum(best[c], work[c], out=best[c])
-        np.take(by_image, e.image[i], axis=0, out=work[c], mode="clip")
+        np.take(by_image, e.image[i], axis=0, out=work[c], mode="wrap")
         tp[c] -= work[c]
-        np.add(begin[c], tp[c], out=place[c], casting="unsafe")
-        np.take(reached, place[c], out=before[c], mode="clip")
+        place[c] = tp[c]
+        place[c] += begin[c]
+        np.take(reached, place[c], out=before[c], mode="wrap")
         points[c] -= before[c]  # recall points that this one is first to reach
         points[c] *= best[c]
         ap[c] += points[c]
@@ -160,8 +161,11 @@ def _running(places, m: Matched, label, n_class: int, by_image: Float[ndarray, "
     group = np.append(places // n * n_class + label[places % n], -1)
     within = group[stretch] == area * n_class + label[d]
     sums = _sums(stretch[within], m.image[d[within]], len(places), by_image)
-    for p in np.flatnonzero(position(group[:-1])).tolist():
-        sums[p] += sums[p - 1]
+    first = run_starts(group[:-1])
+    length = np.diff(first, append=len(places))
+    for p in range(1, length.max()):  # all classes and areas at once
+        rows = first[length > p] + p
+        sums[rows] += sums[rows - 1]
     return sums
 
 

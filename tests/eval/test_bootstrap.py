@@ -12,6 +12,7 @@ from noctowl.errors import DataError
 from noctowl.eval.ap import Detections, Federated, GroundTruth, score_boxes
 from noctowl.eval.bootstrap import (
     box_samples,
+    centred,
     fgovd_intervals,
     image_weights,
     mean_interval,
@@ -44,6 +45,13 @@ def test_percentile_by_hand():
     assert percentile(3, np.arange(101.0)) == pytest.approx((3, 2.5, 97.5))
     assert percentile(3, np.array([1.0, np.nan, 2]), level=1.0) == (3, 1, 2)
     assert percentile(3, np.array([np.nan])) == (3, 3, 3)
+
+
+def test_centred_by_hand():
+    """Mean 0.5 of the resamples is moved to 0.3; what falls below 0 is cut."""
+    assert centred(0.3, np.array([0.4, 0.6, np.nan]), level=1.0) == pytest.approx((0.3, 0.2, 0.4))
+    assert centred(0.3, np.array([0.0, 1.0]), level=1.0) == pytest.approx((0.3, 0, 0.8))
+    assert centred(0.3, np.array([np.nan])) == (0.3, 0.3, 0.3)
 
 
 def test_mean_by_hand():

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noctowl.eval.ap import Detections
+from noctowl.eval.evidence import Asked, coarse_intervals
 from noctowl.eval.lvis import read_lvis, score
 from tests.eval.test_ap import problem
 
@@ -155,6 +156,11 @@ def test_a_problem_of_lvis_proportions(bench, file):
     ours = assert_equal(bench, file, json.loads(file.read_text()), detections)
     assert 0.05 < ours["ap"] < 0.95
     assert set(ours) == set(bench.FIGURES.values())
+    intervals, resamples = coarse_intervals(detections, annotations, Asked())
+    assert resamples == 200
+    assert set(intervals) == set(ours)
+    assert all(low <= ours[name] <= high for name, (low, high) in intervals.items())
+    assert 0.1 < intervals["ap"][1] - intervals["ap"][0] < 0.3
 
 
 def hand_made() -> dict:
