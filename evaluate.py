@@ -11,7 +11,11 @@ The results go to outputs/<name>/<time+unique>/results.json; the last line is `r
 
 import sys
 
-from noctowl.run import main
+try:
+    from noctowl.jobs import main
+except KeyboardInterrupt:  # libraries take seconds to load
+    print("interrupted: nothing was written", file=sys.stderr)
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main("evaluate"))

@@ -12,7 +12,11 @@ has to be mended, and the message says what; 130 after Ctrl-C and 143 after SIGT
 
 import sys
 
-from noctowl.run import main
+try:
+    from noctowl.jobs import main
+except KeyboardInterrupt:  # libraries take seconds to load
+    print("interrupted: nothing was written", file=sys.stderr)
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main("train"))

@@ -187,7 +187,7 @@ class DataWait(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The batch has come."""
         waited = torch.tensor(time.perf_counter() - self._ready)
-        pl_module.log("train/data_wait", waited, on_step=True, on_epoch=True, batch_size=1)
+        pl_module.log("train/data_wait", waited, on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The next one is awaited from here."""

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ SCHEMAS = {"train": TrainConfig, "evaluate": EvaluateConfig}
 VERSION_BASE = "1.3"
 Tree = dict[str, Any]
 Job = tuple[Tree, list[str]]  # a checked configuration, and the overrides that made it
+Launch = Callable[[Callable[[int], None], Path], None]  # runs a function on every job's number; folder of the sweep
 
 
 def conf_dir() -> Path:
@@ -69,6 +71,11 @@ def merged(first: Sequence[str], second: Sequence[str]) -> list[str]:
     return [text for text in first if _key(text) not in later] + list(second)
 
 
+def word(key: str, value: str) -> str:
+    """An override with a text in it, whatever its characters."""
+    return key + '="' + value.replace('"', '\\"') + '"'
+
+
 def _key(override: str) -> str:
     return override.split("=")[0].lstrip("+~")
 
@@ -87,27 +94,40 @@ def jobs(overrides: Sequence[str]) -> list[list[str]]:
     return [list(job) for batch in batches for job in batch]
 
 
-def dispatch(entry: str, argv: Sequence[str], task: Callable[[list[Job]], None]) -> None:
+def dispatch(
+    entry: str, argv: Sequence[str], task: Callable[[list[Job], Launch | None], None], *, alone: bool = False
+) -> None:
     """Run `task` on the jobs of the command line: one, or all of a sweep (-m).
 
-    All jobs are checked before the first one starts. With a launcher or sweeper of Hydra's (hydra/launcher=…), and for
+    All jobs are checked before the first one starts. With a launcher of Hydra's (hydra/launcher=…), `task` is also
+    given the way to run a function on each job's number where that launcher wants it. For a sweeper of Hydra's, and for
     --help, --cfg and the like, Hydra runs the show, and `task` gets one job at a time.
+
+    `alone`: `task` can start a job of a sweep as a program of its own, so that it may have several devices.
     """
     flags = [a for a in argv if a.startswith("-")]
     overrides = [a for a in argv if not a.startswith("-")]
     if not flags:
-        task([(compose(entry, overrides), list(overrides))])
+        task([(compose(entry, overrides), list(overrides))], None)
         return
-    plugins = [o for o in overrides if o.startswith(("hydra/launcher", "hydra/sweeper"))]
+    launcher, sweeper = (any(o.startswith(f"hydra/{kind}") for o in overrides) for kind in ("launcher", "sweeper"))
     if set(flags) <= {"-m", "--multirun"}:
-        checked = _check_sweep(entry, jobs([o for o in overrides if not o.startswith("hydra")]))
-        if not plugins:
-            task(checked)
+        checked = _check_sweep(
+            entry, jobs([o for o in overrides if not o.startswith("hydra")]), alone=alone and not (launcher or sweeper)
+        )
+        if not sweeper:
+            task(checked, partial(_spread, entry, argv) if launcher else None)
             return
+    _hydra(entry, argv, lambda cfg: task([(_plain(cfg), list(HydraConfig.get().overrides.task))], None))
 
-    def job(cfg: DictConfig) -> None:
-        task([(_plain(cfg), list(HydraConfig.get().overrides.task))])
 
+def _spread(entry: str, argv: Sequence[str], job: Callable[[int], None], folder: Path) -> None:
+    words = [a for a in argv if not a.startswith("-")]  # Hydra wants its overrides in one row
+    words.append(word("hydra.sweep.dir", str(folder)))
+    _hydra(entry, ["--multirun", *words], lambda _: job(HydraConfig.get().job.num))
+
+
+def _hydra(entry: str, argv: Sequence[str], job: Callable[[DictConfig], None]) -> None:
     wrapped = hydra_main(version_base=VERSION_BASE, config_path=str(conf_dir().resolve()), config_name=entry)(job)
     saved, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
@@ -118,7 +138,8 @@ def dispatch(entry: str, argv: Sequence[str], task: Callable[[list[Job]], None])
         sys.argv = saved
 
 
-def _check_sweep(entry: str, sweep: list[list[str]]) -> list[Job]:
+def _check_sweep(entry: str, sweep: list[list[str]], *, alone: bool) -> list[Job]:
+    """`alone`: see `dispatch`."""
     lines: dict[str, None] = {}  # the same problem in many jobs is told once
     checked = []
     for overrides in sweep:
@@ -127,11 +148,11 @@ def _check_sweep(entry: str, sweep: list[list[str]]) -> list[Job]:
         except ConfigError as error:
             lines.update(dict.fromkeys(str(error).splitlines()[1:]))
             continue
-        if tree["trainer"]["devices"] > 1:
-            text = (
-                "  trainer.devices: a sweep job with several devices re-runs the whole sweep in each of its processes; "
-            )
-            lines[text + "start each job by itself, without -m"] = None
+        if tree["trainer"]["devices"] > 1 and not (alone and tree["trainer"]["num_nodes"] == 1):
+            text = "  trainer.devices: found {devices} (x {num_nodes} nodes); a sweep job with several devices re-runs"
+            text += " the whole sweep in each of its processes; allowed: 1 with a launcher or sweeper of Hydra's, under"
+            text += " torchrun or SLURM, and with several nodes; start each job by itself, without -m"
+            lines[text.format(**tree["trainer"])] = None
         checked.append((tree, overrides))
     for folder, count in Counter(tree["run_dir"] for tree, _ in checked if tree["run_dir"] is not None).items():
         if count > 1:

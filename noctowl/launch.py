@@ -2,9 +2,11 @@
 
 import logging
 import os
+import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 import transformers
 from rich.logging import RichHandler
@@ -37,6 +39,25 @@ def say_interrupted(error: KeyboardInterrupt) -> int:
     """One line about Ctrl-C, with what the error was told about where it struck. Returns the exit code."""
     print(f"interrupted: {error.args[0] if error.args else 'nothing was written'}", file=sys.stderr)
     return INTERRUPTED
+
+
+def launch_alone(entry: str, overrides: Sequence[str]) -> tuple[int, str]:
+    """Run a command line as a program of its own. Returns its exit code, and the end of what it said on stderr.
+
+    A program that is stopped here stops there too: SIGTERM, and the checkpoint that it writes then is waited for.
+    """
+    command = [sys.executable, "-m", "noctowl.jobs", entry, *overrides]
+    said: deque[str] = deque(maxlen=40)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None  # a pipe
+        try:
+            for line in process.stderr:
+                said.append(line)
+                sys.stderr.write(line)
+            return process.wait(), "".join(said)
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def started(environment: Mapping[str, str]) -> tuple[int, str] | None:

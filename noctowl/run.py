@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import Logger
 
-from noctowl import checkpoint, compose, resume, runfolder, training
+from noctowl import compose, resume, runfolder, training
 from noctowl.assembly import (
     Preparation,
     Prepared,
@@ -27,113 +26,19 @@ from noctowl.assembly import (
 )
 from noctowl.callbacks import HeadEma, Selection
 from noctowl.checkpoint import SameEverywhere
-from noctowl.errors import ConfigError, DataError, NoctowlError
+from noctowl.errors import DataError
 from noctowl.export import export, load_head
-from noctowl.launch import check_processes, say_interrupted, speak
+from noctowl.launch import check_processes
 from noctowl.loggers import finish_wandb, make_loggers
 from noctowl.module import NoctOWL
 from noctowl.outputs import announce, finish, provenance_of, rescore, show_predictions, write_results
 from noctowl.plots import training_path
 from noctowl.selection import COARSE, FINE, usable_rule
-from noctowl.sweeps import Sweep
+from noctowl.sweeps import Sweep, brief, told
 from noctowl.together import ForHead, SplitLogger, Together
 
 Tree = dict[str, Any]
 log = logging.getLogger("noctowl")
-
-
-def main(entry: str, argv: Sequence[str] | None = None) -> int:
-    """Command line of train.py and evaluate.py.
-
-    Returns the exit code: 0, 2 where the user has something to mend, or 130 after Ctrl-C.
-    """
-    speak()
-    words = list(sys.argv[1:] if argv is None else argv)
-    failed: list[str] = []
-    with checkpoint.stoppable():
-        try:
-            if any(word.startswith("resume_sweep=") for word in words):
-                continue_sweep(words, failed)
-            else:
-                compose.dispatch(entry, words, lambda jobs: run_jobs(entry, jobs, failed, swept=_is_sweep(words)))
-        except NoctowlError as error:
-            failed.append(str(error))
-        except KeyboardInterrupt as error:
-            return say_interrupted(error)
-    for message in failed:
-        print(f"error: {message}", file=sys.stderr)
-    return 2 if failed else 0
-
-
-def _is_sweep(words: Sequence[str]) -> bool:
-    """A sweep that runs in this process: Hydra's launchers hand over single jobs."""
-    plugins = any(word.startswith(("hydra/launcher", "hydra/sweeper")) for word in words)
-    return bool({"-m", "--multirun"} & set(words)) and not plugins
-
-
-def continue_sweep(words: Sequence[str], failed: list[str]) -> None:
-    """The jobs of an earlier sweep that have not finished. Raises ConfigError if anything else is asked for."""
-    others = [w for w in words if not w.startswith("resume_sweep=") and w not in ("-m", "--multirun")]
-    if others:
-        raise ConfigError(f"resume_sweep: the jobs are run as they were; leave out {' '.join(others)}")
-    sweep = Sweep.open(Path(words[[w.startswith("resume_sweep=") for w in words].index(True)].split("=", 1)[1]))
-    left = sweep.pending()
-    log.info("%s of %s jobs have finished", len(sweep.jobs) - len(left), len(sweep.jobs))
-    run_jobs("train", [(compose.compose("train", job), job) for job in left], failed, sweep=sweep)
-
-
-def run_jobs(
-    entry: str, jobs: list[compose.Job], failed: list[str], *, swept: bool = False, sweep: Sweep | None = None
-) -> None:
-    """One job, or all of a sweep: the others go on when one fails, whatever the reason; errors go into `failed`."""
-    preparation = Preparation()
-    if swept and entry == "train" and sweep is None and jobs:
-        parent = Path(jobs[0][0]["output_dir"]) / jobs[0][0]["name"]
-        sweep = Sweep.begin(parent, [overrides for _, overrides in jobs])
-    for group in _groups(jobs) if entry == "train" else [[job] for job in jobs]:
-        try:
-            if entry == "evaluate":
-                evaluate(group[0][0], overrides=group[0][1], preparation=preparation)
-            elif len(group) == 1:
-                train(group[0][0], overrides=group[0][1], preparation=preparation, sweep=sweep)
-            else:
-                failed.extend(train_together(group, preparation=preparation, sweep=sweep)[1])
-        except KeyboardInterrupt as error:
-            if sweep is not None:
-                error.args = (f"{sweep.folder}; continue with resume_sweep={sweep.folder}",)
-            raise
-        except Exception as error:
-            if not isinstance(error, NoctowlError) and sweep is None:
-                raise
-            failed.append(brief(error))
-            if sweep is not None:
-                for _, overrides in group:
-                    sweep.mark(overrides, "failed", error=told(error))
-    if sweep is not None:
-        sweep.plot()
-        print(f"sweep: {sweep.folder / 'sweep.json'}")
-
-
-def brief(error: BaseException) -> str:
-    """An error in a line or two, for the screen."""
-    return str(error) if isinstance(error, NoctowlError) else f"{type(error).__name__}: {error}"
-
-
-def told(error: BaseException | None) -> str:
-    """An error for sweep.json: its message, or the whole traceback of one that was not foreseen."""
-    if error is None or isinstance(error, NoctowlError):
-        return str(error or "")
-    return "".join(traceback.format_exception(error))
-
-
-def _groups(sweep: list[compose.Job]) -> list[list[compose.Job]]:
-    """Jobs that see the same batches in the same order are trained together (`together=false` keeps them apart)."""
-    groups: dict[str, list[compose.Job]] = {}
-    for number, (tree, overrides) in enumerate(sweep):
-        key = Preparation.key(tree) + str(tree["seed"])
-        apart = not tree["together"] or tree["run_dir"] is not None
-        groups.setdefault(f"{number}" if apart else key, []).append((tree, overrides))
-    return list(groups.values())
 
 
 @dataclass

@@ -124,7 +124,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Called]:
     import contextlib
     import io
 
-    from noctowl.run import main
+    from noctowl.jobs import main
 
     def run(entry: str, *overrides: str) -> Called:
         out, err = io.StringIO(), io.StringIO()

@@ -360,7 +360,7 @@ def test_interrupted_elsewhere(command, small, tmp_path, monkeypatch, capsys):
     options = [o for o in small if not o.startswith("trainer.max_epochs")]
     called = command("evaluate", *options, f"run_dir={tmp_path / 'run'}")
     assert (called.code, called.err) == (130, f"interrupted: {tmp_path / 'run'}; start the evaluation again\n")
-    monkeypatch.setattr("noctowl.run.compose.dispatch", interrupt)
+    monkeypatch.setattr("noctowl.jobs.compose.dispatch", interrupt)
     called = command("evaluate", *options)
     assert (called.code, called.err) == (130, "interrupted: nothing was written\n")
     assert cli(["check", "data=fgovd", f"data.root={tmp_path}"]) == 130

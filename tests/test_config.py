@@ -145,9 +145,9 @@ def test_a_sweep_is_split_into_jobs():
 def test_jobs_of_a_sweep_do_not_share_a_folder():
     ran = []
     with pytest.raises(ConfigError, match="run_dir: found here for 2 jobs of the sweep; allowed: a folder for each"):
-        dispatch("train", ["loss=triplet,bce", "run_dir=here", "-m"], ran.append)
+        dispatch("train", ["loss=triplet,bce", "run_dir=here", "-m"], lambda jobs, _: ran.append(jobs))
     assert ran == []
-    dispatch("train", ["run_dir=here,there", "-m"], ran.append)
+    dispatch("train", ["run_dir=here,there", "-m"], lambda jobs, _: ran.append(jobs))
     assert [tree["run_dir"] for tree, _ in ran[0]] == ["here", "there"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from noctowl import cli
-from noctowl.run import main
+from noctowl.jobs import main
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["data.n_train=40", "data.n_val=12", "data.n_test=12", "trainer.num_workers=0", "trainer.progress=false"]

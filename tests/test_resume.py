@@ -134,7 +134,7 @@ def test_what_cannot_be_continued_is_told(command, tmp_path, four):
 
 
 def launch(*overrides: str, prelude: str = "") -> subprocess.Popen:
-    code = f"{prelude}\nimport sys\nfrom noctowl.run import main\nsys.exit(main('train', sys.argv[1:]))"
+    code = f"{prelude}\nimport sys\nfrom noctowl.jobs import main\nsys.exit(main('train', sys.argv[1:]))"
     words = [sys.executable, "-c", code, *overrides, "trainer=cpu", "trainer.progress=false"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

@@ -10,8 +10,8 @@ import pytest
 from noctowl import run
 from noctowl.errors import DataError
 from noctowl.export import read_head
+from noctowl.jobs import main
 from noctowl.launch import check_processes
-from noctowl.run import main
 from noctowl.sweeps import Sweep
 
 
@@ -63,8 +63,15 @@ def test_what_is_no_sweep_is_told(tmp_path, capsys):
     assert "leave out seed=3" in capsys.readouterr().err
 
 
-def test_several_devices_are_refused(tmp_path, capsys):
+@pytest.mark.parametrize("how", ["launcher", "torchrun", "nodes"])
+def test_several_devices_are_refused(tmp_path, capsys, monkeypatch, how):
+    """Where a job cannot be started as a program of its own."""
     words = ["-m", "seed=1,2", "trainer=ddp", f"output_dir={tmp_path}"]
+    nodes = ["trainer.num_nodes=2", "trainer.batch_size=8"]
+    words += {"launcher": ["hydra/launcher=joblib"], "nodes": nodes, "torchrun": []}[how]
+    if how == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("WORLD_SIZE", "2")
     assert main("train", words) == 2
     assert "a sweep job with several devices" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
