@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from noctowl import run
 from noctowl.errors import DataError
 from noctowl.export import read_head
 from noctowl.jobs import main
 from noctowl.launch import check_processes
+from noctowl.module import NoctOWL
 from noctowl.sweeps import Sweep
+from noctowl.together import Together
 
 
 @pytest.mark.parametrize("together", ["false", "true"])
@@ -51,6 +54,46 @@ def test_a_failed_job_is_recorded_and_tried_again(small, command, tmp_path, monk
     assert again[1]["folder"] != jobs[1]["folder"]
     assert main("train", ["-m", f"resume_sweep={folder}"]) == 0  # nothing is left to do
     assert json.loads((folder / "sweep.json").read_text())["jobs"] == again
+
+
+@pytest.mark.resume
+@pytest.mark.parametrize("together", ["false", "true"])
+def test_a_sweep_that_is_stopped_goes_on(small, command, tmp_path, monkeypatch, caplog, together):
+    """Stopped in the second epoch: a job by itself is continued in its folder, heads side by side are started again."""
+    options = [*small, "test=false", "trainer.max_epochs=2", "seed=5"]
+    wanted = [load_head(command("train", *options, f"loss={loss}").folder) for loss in ("bce", "triplet")]
+    module, last = (Together, "bce") if together == "true" else (NoctOWL, "triplet")
+    step = module.training_step
+
+    def interrupted(self, batch, batch_idx):
+        if self.current_epoch == 1 and (module is Together or self.loss["name"] == last):
+            raise KeyboardInterrupt
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(module, "training_step", interrupted)
+    called = command("train", *options, "loss=bce,triplet", f"together={together}", f"output_dir={tmp_path}", "-m")
+    assert called.code == 130
+    (folder,) = tmp_path.glob("default/sweep-*")
+    assert f"continue with resume_sweep={folder}" in called.err
+    before = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in before] == (["running"] * 2 if together == "true" else ["finished", "running"])
+    monkeypatch.setattr(module, "training_step", step)
+    with caplog.at_level("INFO", logger="noctowl"):
+        assert main("train", ["-m", f"resume_sweep={folder}"]) == 0
+    after = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in after] == ["finished"] * 2
+    same = [old["folder"] == new["folder"] for old, new in zip(before, after)]
+    assert same == ([False, False] if together == "true" else [True, True])
+    how = "started again: no last.ckpt" if together == "true" else "continued"
+    told = [message for message in caplog.messages if message.startswith("stopped: ")]
+    assert [how in message for message in told] == [True] * sum(job["status"] == "running" for job in before)
+    for job, head in zip(after, wanted):
+        found = load_head(Path(job["folder"]))
+        assert all(torch.equal(found[name], value) for name, value in head.items())
+
+
+def load_head(folder: Path) -> dict[str, torch.Tensor]:
+    return read_head(folder / "checkpoints" / "best.safetensors")[0]
 
 
 def test_what_is_no_sweep_is_told(tmp_path, capsys):
