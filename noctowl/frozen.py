@@ -64,7 +64,8 @@ def store_of(tree: Tree, detector: OwlDetector, images: ImageSet, device: torch.
 def text_bank(tree: Tree, detector: OwlDetector, device: torch.device) -> TextBank:
     """An empty bank of text embeddings; with features=disk they are read from the store and kept there."""
     chosen = tree["features"]
-    shelf = TextStore(Path(chosen["root"]).expanduser(), detector, device) if chosen["mode"] == "disk" else None
+    root = Path(chosen["root"]).expanduser()
+    shelf = TextStore.for_model(root, detector, device) if chosen["mode"] == "disk" else None
     return TextBank(detector, policy=tree["data"]["token_policy"], device=device, shelf=shelf)
 
 

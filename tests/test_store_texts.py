@@ -1,15 +1,18 @@
 """Text embeddings on disk: encoded once per text tower, equal bits, foreign and damaged entries never read."""
 
 import json
+import os
+import time
 
 import pytest
 import torch
+from rich.console import Console
 
 from noctowl import runfolder
 from noctowl.errors import DataError
 from noctowl.features import TextBank
 from noctowl.model import OwlDetector
-from noctowl.store import TextStore, info
+from noctowl.store import TextStore, info, print_info, print_verify, prune, verify
 from noctowl.store import texts as module
 from noctowl.text import small_clip_tokenizer
 
@@ -26,7 +29,7 @@ def detector(fresh_detector) -> OwlDetector:
 
 
 def bank(detector, root, policy="drop") -> TextBank:
-    return TextBank(detector, policy=policy, device=CPU, shelf=TextStore(root, detector, CPU))
+    return TextBank(detector, policy=policy, device=CPU, shelf=TextStore.for_model(root, detector, CPU))
 
 
 @pytest.fixture
@@ -81,20 +84,20 @@ def test_key(detector, fresh_detector, tmp_path, kept):
     changed["limit"] = fresh_detector()
     changed["limit"].tokenizer = small_clip_tokenizer(())
     changed["limit"].tokenizer.model_max_length = 12
-    stores = {name: TextStore(tmp_path, other, CPU) for name, other in changed.items()}
+    stores = {name: TextStore.for_model(tmp_path, other, CPU) for name, other in changed.items()}
     assert len({key, *(store.key for store in stores.values())}) == 4
     assert [len(store) for store in stores.values()] == [0, 0, 0]
     with torch.no_grad():
         detector.head.dense0.weight.add_(1)
         detector.model.owlv2.vision_model.post_layernorm.weight.add_(1)
     detector.tokenizer("a cup", padding="max_length", truncation=True)  # leaves traces in the tokenizer
-    assert len(TextStore(tmp_path, detector, CPU)) == 4
+    assert len(TextStore.for_model(tmp_path, detector, CPU)) == 4
 
 
 def test_renamed_store_is_not_read(detector, fresh_detector, tmp_path, kept):
-    other = TextStore(tmp_path, fresh_detector(seed=1), CPU)
+    other = TextStore.for_model(tmp_path, fresh_detector(seed=1), CPU)
     kept.shelf.folder.rename(other.folder)
-    assert len(TextStore(tmp_path, fresh_detector(seed=1), CPU)) == 0
+    assert len(TextStore.for_model(tmp_path, fresh_detector(seed=1), CPU)) == 0
 
 
 @pytest.mark.parametrize("where", [-1, 100, 0])
@@ -120,8 +123,8 @@ def test_cut_shards_and_damaged_indexes(detector, tmp_path, kept, caplog):
     content = json.loads(index.read_text())
     content["index"]["texts"].reverse()  # as a wrong answer would look
     index.write_text(json.dumps(content))
-    assert len(TextStore(tmp_path, detector, CPU)) == 0
-    assert "its shard was cut" in caplog.text
+    assert len(TextStore.for_model(tmp_path, detector, CPU)) == 0
+    assert f"{first.stat().st_size} bytes; it was written with {first.stat().st_size + 8}" in caplog.text
     assert "its digest does not fit" in caplog.text
 
 
@@ -133,7 +136,7 @@ def test_an_interrupted_write_leaves_nothing_that_is_read(detector, tmp_path, ke
     with pytest.raises(DataError, match=r"1 text embeddings cannot be written \(No space left on device\)"):
         bank(detector, tmp_path).rows(["a bee"])
     monkeypatch.undo()
-    assert len(TextStore(tmp_path, detector, CPU)) == 4
+    assert len(TextStore.for_model(tmp_path, detector, CPU)) == 4
 
 
 def test_only_the_first_process_writes(detector, tmp_path, monkeypatch):
@@ -141,6 +144,115 @@ def test_only_the_first_process_writes(detector, tmp_path, monkeypatch):
     bank(detector, tmp_path).rows(FIRST)
     assert not (tmp_path / "texts").exists()
     assert runfolder.process_rank() == 0
+
+
+class TestUpkeep:
+    def test_info_lists_them(self, detector, tmp_path, kept, capsys):
+        kept.shelf.write(["a cat", "a bee"], torch.zeros(2, 96))  # another writer had "a cat" already
+        (told,) = info(tmp_path)
+        files = [path for path in kept.shelf.folder.iterdir() if path.name != "meta.json"]
+        assert told == {
+            "kind": "texts",
+            "key": kept.shelf.key,
+            "base": detector.base_id,
+            "arithmetic": "float32",
+            "width": 96,
+            "texts": 5,
+            "duplicates": 1,
+            "shards": 3,
+            "bytes": sum(path.stat().st_size for path in files),
+        }
+        print_info([told], Console(width=80))
+        said = capsys.readouterr().out
+        assert all(word in said for word in (kept.shelf.key[:8], "96", "5 (+1 twice)"))
+
+    def test_sound_stores_have_no_problems(self, tmp_path, kept, capsys):
+        before = {path: path.read_bytes() for path in kept.shelf.folder.iterdir()}
+        for repair in (False, True):
+            (report,) = verify(tmp_path, [kept.shelf.key[:6]], repair=repair)
+            assert (report["kind"], report["texts"], report["shards"], report["problems"]) == ("texts", 4, 2, [])
+        assert {path: path.read_bytes() for path in kept.shelf.folder.iterdir()} == before
+        assert print_verify([report], Console(width=80)) == 0
+        assert "4 texts in 2 shards, all good" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("damage", ["checksum", "truncated", "no shard", "index"])
+    def test_damage_is_found_and_dropped(self, detector, tmp_path, kept, damage):
+        first, second = shards(tmp_path)
+        index = first.with_suffix(".json")
+        if damage == "checksum":
+            flip(first, -1)
+        elif damage == "truncated":
+            first.write_bytes(first.read_bytes()[:-8])
+        elif damage == "no shard":
+            first.unlink()
+        else:
+            flip(index, index.read_bytes().index(b"a cup"))
+        (report,) = verify(tmp_path)
+        assert [(p["file"], p["kind"], p["images"], p["action"]) for p in report["problems"]] == [
+            (index.name, damage, 2, "removed")
+        ]
+        assert index.exists()
+        assert print_verify([report], Console(width=80)) == 1
+        (report,) = verify(tmp_path, repair=True)
+        assert (report["texts"], report["shards"], len(report["problems"])) == (2, 1, 1)
+        assert sorted(kept.shelf.folder.glob("*.safetensors")) == [second]
+        assert verify(tmp_path)[0]["problems"] == []
+        again = bank(detector, tmp_path)
+        again.rows([*FIRST, *SECOND])
+        assert (again.forwards, again.hits) == (2, 2)
+
+    def test_foreign_shards_stay_and_lone_ones_go_when_they_are_old(self, tmp_path, kept, fresh_detector):
+        other = bank(fresh_detector(seed=1), tmp_path)
+        other.rows(FIRST)
+        (foreign,) = other.shelf.folder.glob("*.safetensors")
+        for path in (foreign, foreign.with_suffix(".json")):
+            (kept.shelf.folder / path.name).write_bytes(path.read_bytes())
+        lone, half = kept.shelf.folder / "0123.safetensors", kept.shelf.folder / ".4567.json.9.part"
+        for path in (lone, half):
+            path.write_bytes(b"x")
+
+        def kinds():
+            (report,) = verify(tmp_path, [kept.shelf.key], repair=True)
+            return [p["kind"] for p in report["problems"]]
+
+        assert kinds() == ["foreign"]  # the others may be being written
+        for path in (lone, half):
+            os.utime(path, (time.time() - 1000, time.time() - 1000))
+        assert kinds() == ["foreign", "no index", "leftover"]
+        assert kinds() == ["foreign"]
+        assert (kept.shelf.folder / foreign.name).exists()
+        assert not lone.exists()
+        assert not half.exists()
+
+    def test_prune(self, detector, fresh_detector, tmp_path, kept):
+        """The rules of image stores: dry by default, what is not kept goes, what is being written to stays."""
+        other = bank(fresh_detector(seed=1), tmp_path)
+        other.rows(FIRST)
+        assert prune(tmp_path, None) == []
+        planned = prune(tmp_path, [kept.shelf.key[:8]])
+        size = sum(path.stat().st_size for path in other.shelf.folder.iterdir())
+        assert planned == [{"path": str(other.shelf.folder), "bytes": size, "why": "not kept", "removed": False}]
+        half = other.shelf.folder / ".x.json.9.part"
+        half.write_bytes(b"x")
+        assert [p["removed"] for p in prune(tmp_path, [kept.shelf.key], dry_run=False)] == [False]
+        os.utime(half, (time.time() - 1000, time.time() - 1000))
+        assert [p["path"] for p in prune(tmp_path, None, dry_run=False)] == [str(half)]
+        assert [p["removed"] for p in prune(tmp_path, [kept.shelf.key], dry_run=False)] == [True]
+        assert not other.shelf.folder.exists()
+        assert len(TextStore.for_model(tmp_path, detector, CPU)) == 4
+        with pytest.raises(DataError, match=f"there are: {kept.shelf.key[:12]}"):
+            prune(tmp_path, [other.shelf.key])
+
+    def test_damaged_and_renamed_descriptions(self, tmp_path, kept):
+        meta = kept.shelf.folder / "meta.json"
+        assert TextStore.open(kept.shelf.folder).ingredients == kept.shelf.ingredients
+        kept.shelf.folder.rename(kept.shelf.folder.with_name("f" * 64))
+        with pytest.raises(DataError, match=f"describes the store {kept.shelf.key}, but lies in ffff"):
+            info(tmp_path)
+        kept.shelf.folder.with_name("f" * 64).rename(kept.shelf.folder)
+        meta.write_text("{")
+        with pytest.raises(DataError, match="not a readable description of a text store"):
+            verify(tmp_path)
 
 
 def test_runs_share_texts(small, command, tmp_path):
@@ -153,4 +265,7 @@ def test_runs_share_texts(small, command, tmp_path):
     assert (two["captions_encoded"], two["captions_read"]) == (0, one["captions_encoded"])
     heads = [run.results["provenance"]["head_sha256"] for run in (first, second)]
     assert heads[0] == heads[1]
-    assert [entry["images"] > 0 for entry in info(tmp_path)] == [True]  # texts are no store of images
+    assert [(entry["kind"], entry[entry["kind"]] > 0) for entry in info(tmp_path)] == [
+        ("images", True),
+        ("texts", True),
+    ]

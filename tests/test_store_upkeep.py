@@ -116,7 +116,7 @@ class TestMaintenance:
 
 
 def test_one_is_not_plural(capsys):
-    report = {"key": "a" * 64, "images": 8, "shards": 1, "repaired": False, "problems": []}
+    report = {"kind": "images", "key": "a" * 64, "images": 8, "shards": 1, "repaired": False, "problems": []}
     problem = {"file": "f", "kind": "missing", "detail": "", "images": 8, "action": "none"}
     assert print_verify([report, {**report, "shards": 2, "problems": [problem]}]) == 1
     said = capsys.readouterr().out

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,13 @@ except ImportError:  # Windows
 
 STALE = 120.0  # seconds without a sign of life from another machine
 HEARTBEAT = 15.0
+
+
+def idle_seconds(path: Path) -> float:
+    """Seconds since a file was written to; 0 if it has just gone."""
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
 
 
 def machine() -> str:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from noctowl.errors import DataError
-from noctowl.store.claims import STALE, Claims, live_claims
+from noctowl.store.claims import STALE, Claims, idle_seconds, live_claims
 from noctowl.store.folder import META, FeatureStore
 from noctowl.store.shards import (
     Damaged,
+    Problem,
     ShardIndex,
     bad_rows,
     header_sha256,
@@ -23,16 +24,7 @@ from noctowl.store.shards import (
     without_bad_rows,
     write_index,
 )
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong in a store, and what was or would be done about it."""
-
-    file: str
-    kind: str  # index, no shard, truncated, header, checksum, no index, foreign, leftover
-    detail: str
-    images: int  # images that have to be encoded again because of it
-    action: str
+from noctowl.store.texts import TEXTS, TextStore, being_written, leftover_texts, mend_texts, text_facts
 
 
 def mend(store: FeatureStore, *, full: bool, repair: bool, living: Collection[str] = ()) -> list[Problem]:
@@ -122,14 +114,7 @@ def _leftovers(folder: Path, living: Collection[str]) -> list[Path]:
     """Files that were being written when their process died: of shards by builder, small ones by their age."""
     shards = [path for path in folder.glob(".shard-*.part") if _builder(path) not in living]
     small = [p for pattern in (".meta.json.*.part", "claims/.*.part") for p in folder.glob(pattern)]
-    return sorted([*shards, *(path for path in small if _age(path) > STALE)])
-
-
-def _age(path: Path) -> float:
-    """Seconds since a file was written to; 0 if it has just gone."""
-    with suppress(FileNotFoundError):
-        return time.time() - path.stat().st_mtime
-    return 0.0
+    return sorted([*shards, *(path for path in small if idle_seconds(path) > STALE)])
 
 
 def _count(path: Path) -> int:
@@ -144,91 +129,105 @@ def _builder(path: Path) -> str:
     return path.name.lstrip(".").split("-")[1]
 
 
-def stores(root: str | Path) -> Iterator[FeatureStore]:
-    """All stores below a root. Raises DataError if there is no such folder, or for a damaged meta.json."""
+def stores(root: str | Path) -> Iterator[FeatureStore | TextStore]:
+    """All stores below a root, those of images first. Raises DataError if there is no such folder, or for a damaged
+    meta.json."""
     root = Path(root)
     if not root.is_dir():
         raise DataError(f"{root}: no such folder. Give the folder that features were built in (features.root).")
     for meta in sorted(root.glob(f"*/{META}")):
         yield FeatureStore.open(meta.parent)
+    for meta in sorted(root.glob(f"{TEXTS}/*/{META}")):
+        yield TextStore.open(meta.parent)
 
 
 def verify(root: str | Path, keys: Sequence[str] | None = None, *, repair: bool = False) -> list[dict[str, Any]]:
     """Check every byte of the stores below `root` (or those with the given keys, or beginnings of keys).
 
-    Returns one dict per store: "key", "images", "shards", "problems" (dicts of `Problem`), "repaired". With `repair`
-    what is wrong is taken away, so that the next build computes just that. Raises DataError for an unknown key.
+    Returns one dict per store: "kind" ("images" or "texts"), "key", the number of these by the name of the kind,
+    "shards", "problems" (dicts of `Problem`), "repaired". With `repair` what is wrong is taken away, so that the next
+    build or run computes just that. Raises DataError for an unknown key.
     """
     reports = []
     for store in _chosen(root, keys):
-        if repair:
-            with Claims(store.folder) as claims, claims.lock():
-                problems = mend(store, full=True, repair=True, living=set(claims.others()))
+        if isinstance(store, TextStore):
+            problems = mend_texts(store, repair=repair)
+            facts = text_facts(store)
+            report = {name: facts[name] for name in ("kind", "key", "texts", "shards")}
         else:
-            problems = mend(store, full=True, repair=False, living=_living(store))
-        indexes = store.indexes()
-        images = len({entry.identity for index in indexes for entry in index.entries})
-        found = [problem._asdict() for problem in problems]
-        report = {"key": store.spec.key, "images": images, "shards": len(indexes), "problems": found}
-        reports.append({**report, "repaired": repair})
+            if repair:
+                with Claims(store.folder) as claims, claims.lock():
+                    problems = mend(store, full=True, repair=True, living=set(claims.others()))
+            else:
+                problems = mend(store, full=True, repair=False, living=_living(store))
+            indexes = store.indexes()
+            images = len({entry.identity for index in indexes for entry in index.entries})
+            report = {"kind": "images", "key": store.spec.key, "images": images, "shards": len(indexes)}
+        reports.append({**report, "problems": [problem._asdict() for problem in problems], "repaired": repair})
     return reports
 
 
 def info(root: str | Path, keys: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """What is stored, per store: key, base, dtype, resolution, images, duplicates, shards, bytes, builders at work,
-    patches of an image (the mean where a sample is kept, of so many background patches as "background" says), and
-    "error": the largest error of similarities that was measured while building (see `accuracy.similarity_error`)."""
-    reports = []
-    for store in _chosen(root, keys):
-        spec, indexes = store.spec, store.indexes()
-        names = [entry.identity for index in indexes for entry in index.entries]
-        mean = sum(index.units for index in indexes) / (sum(index.count for index in indexes) or 1)
-        errors = [index.facts["error"] for index in indexes if "error" in index.facts]
-        reports.append(
-            {
-                "key": spec.key,
-                "base": _base(store),
-                "base_sha256": spec.base_sha256,
-                "dtype": spec.dtype,
-                "arithmetic": spec.arithmetic,
-                "resolution": spec.processor.get("size"),
-                "images": len(set(names)),
-                "duplicates": len(names) - len(set(names)),
-                "shards": len(indexes),
-                "bytes": sum(path.stat().st_size for path in store.folder.glob("shard-*")),
-                "bytes_per_image": round(mean * spec.unit_bytes) if indexes else spec.bytes_per_image,
-                "background": None if spec.sample is None else spec.sample["background"],
-                "patches": spec.patches if spec.sample is None else mean,
-                "builders": len(_living(store)),
-                "error": {name: max(error[name] for error in errors) for name in ("cosine", "bound")}
-                if errors
-                else None,
-                "error_images": len(errors),
-            }
-        )
-    return reports
+    """What is stored, one dict per store; "kind" is "images" or "texts".
+
+    Of images: key, base, dtype, resolution, images, duplicates, shards, bytes, builders at work, patches of an image
+    (the mean where a sample is kept, of so many background patches as "background" says), and "error": the largest
+    error of similarities that was measured while building (see `accuracy.similarity_error`). Of texts: see
+    `texts.text_facts`.
+    """
+    return [text_facts(s) if isinstance(s, TextStore) else _image_facts(s) for s in _chosen(root, keys)]
+
+
+def _image_facts(store: FeatureStore) -> dict[str, Any]:
+    spec, indexes = store.spec, store.indexes()
+    names = [entry.identity for index in indexes for entry in index.entries]
+    mean = sum(index.units for index in indexes) / (sum(index.count for index in indexes) or 1)
+    errors = [index.facts["error"] for index in indexes if "error" in index.facts]
+    return {
+        "kind": "images",
+        "key": spec.key,
+        "base": str(json.loads((store.folder / META).read_bytes()).get("base", "")),
+        "base_sha256": spec.base_sha256,
+        "dtype": spec.dtype,
+        "arithmetic": spec.arithmetic,
+        "resolution": spec.processor.get("size"),
+        "images": len(set(names)),
+        "duplicates": len(names) - len(set(names)),
+        "shards": len(indexes),
+        "bytes": sum(path.stat().st_size for path in store.folder.glob("shard-*")),
+        "bytes_per_image": round(mean * spec.unit_bytes) if indexes else spec.bytes_per_image,
+        "background": None if spec.sample is None else spec.sample["background"],
+        "patches": spec.patches if spec.sample is None else mean,
+        "builders": len(_living(store)),
+        "error": {name: max(error[name] for error in errors) for name in ("cosine", "bound")} if errors else None,
+        "error_images": len(errors),
+    }
 
 
 def prune(root: str | Path, keep: Sequence[str] | None, *, dry_run: bool = True) -> list[dict[str, Any]]:
-    """Remove all stores but those with the keys in `keep` (None keeps all), and what dead builds left in the others.
+    """Remove all stores, of images and of texts, but those with the keys in `keep` (None keeps all), and what processes
+    that died left in the others.
 
     Returns what was or (dry run, the default) would be removed: "path", "bytes", "why", "removed". Stores that are
-    being built are left. Raises DataError for a key that is not there: nothing is removed then.
+    being written to are left. Raises DataError for a key that is not there: nothing is removed then.
     """
     every = list(stores(root))
     kept = every if keep is None else _chosen(root, keep)
-    kept_keys = {store.spec.key for store in kept}
+    kept_keys = {_key(store) for store in kept}
     found: list[dict[str, Any]] = []
     for store in every:
-        living = _living(store)
-        if store.spec.key in kept_keys:
-            for path in _leftovers(store.folder, living):
+        if isinstance(store, TextStore):
+            busy, leftovers = being_written(store), leftover_texts(store)
+        else:
+            living = _living(store)
+            busy, leftovers = bool(living), _leftovers(store.folder, living)
+        size = sum(p.stat().st_size for p in store.folder.rglob("*") if p.is_file())
+        if _key(store) in kept_keys:
+            for path in leftovers:
                 found.append({"path": path, "bytes": path.stat().st_size, "why": "left by a build that died"})
-        elif living:
-            size = sum(p.stat().st_size for p in store.folder.glob("shard-*"))
+        elif busy:
             found.append({"path": store.folder, "bytes": size, "why": "not kept, but being built", "removed": False})
         else:
-            size = sum(p.stat().st_size for p in store.folder.rglob("*") if p.is_file())
             found.append({"path": store.folder, "bytes": size, "why": "not kept"})
     for item in found:
         item["removed"] = item.get("removed", True) and not dry_run
@@ -248,24 +247,24 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _chosen(root: str | Path, keys: Sequence[str] | None) -> list[FeatureStore]:
+def _chosen(root: str | Path, keys: Sequence[str] | None) -> list[FeatureStore | TextStore]:
     every = list(stores(root))
     if keys is None:
         return every
     chosen = []
     for key in keys:
-        fitting = [store for store in every if key and store.spec.key.startswith(key)]
+        fitting = [store for store in every if key and _key(store).startswith(key)]
         if len(fitting) != 1:
-            have = ", ".join(store.spec.key[:12] for store in every) or "none"
+            have = ", ".join(_key(store)[:12] for store in every) or "none"
             raise DataError(f"{root}: {len(fitting)} stores have a key that begins with {key!r}; there are: {have}.")
         chosen += fitting
     return chosen
 
 
+def _key(store: FeatureStore | TextStore) -> str:
+    return store.key if isinstance(store, TextStore) else store.spec.key
+
+
 def _living(store: FeatureStore) -> set[str]:
     """Builders at work, by looking only."""
     return set(live_claims(store.folder / "claims", time.time(), remove=False))
-
-
-def _base(store: FeatureStore) -> str:
-    return str(json.loads((store.folder / META).read_bytes()).get("base", ""))

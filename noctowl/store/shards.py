@@ -73,6 +73,16 @@ class Damaged(Exception):
         self.kind = kind
 
 
+class Problem(NamedTuple):
+    """One thing that is wrong in a store, and what was or would be done about it."""
+
+    file: str
+    kind: str  # index, no shard, truncated, header, checksum, no index, foreign, leftover
+    detail: str
+    images: int  # images (in a store of texts: texts) that have to be encoded again because of it
+    action: str
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder last through a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
