@@ -33,6 +33,15 @@ pytestmark = pytest.mark.faults
 fork = multiprocessing.get_context("fork")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the children: the bits of an encoding depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class TestDisk:
     def test_too_little_room(self, store, detector, images, monkeypatch):
         monkeypatch.setattr(folder, "free_bytes", lambda _: 8 * ROW - 1)
