@@ -173,7 +173,8 @@ def compute_losses(
     _check_cosines("similarities", similarities)
     rows = None if query_mask is None else query_mask.unsqueeze(1).expand(similarities.shape)  # [B, P, C]
     foreground, front = similarities[positive], None if rows is None else rows[positive]  # [n, C]
-    behind, back = similarities[~positive], None if rows is None else rows[~positive]  # [m, C]
+    rest = ~positive if patch_weights is None else ~positive & (patch_weights > 0)  # [B, P]
+    behind, back = similarities[rest], None if rows is None else rows[rest]  # [m, C]
     if kind == "triplet":
         class_ = triplet(similarities=foreground, mask=front, margin=margin, compat=compat)
     elif kind == "cross_entropy":
@@ -200,7 +201,7 @@ def compute_losses(
         background=background(
             similarities=behind,
             mask=back,
-            weights=None if patch_weights is None else patch_weights[~positive],
+            weights=None if patch_weights is None else patch_weights[rest],
             gamma=gamma,
             compat=compat,
         ),
