@@ -237,9 +237,9 @@ def build_features(tree: Tree) -> str:
     evaluated = rows_evaluated(ready.validation, ready.test)
     state, done = PartialState(cpu=device.type == "cpu"), []
     stores = stores_of(tree, ready.detector, images, device, dataset=ready.data.dataset, evaluated=evaluated)
-    for shelf, wanted in stores:
+    for shelf, wanted, later in stores:
         with state.split_between_processes(wanted) as rows:
-            own = build(shelf, ready.detector, images, rows, **work)
+            own = build(shelf, ready.detector, images, rows, beside=later, **work)
         state.wait_for_everyone()
         rest = build(shelf, ready.detector, images, wanted, **work)  # nothing, unless another process lost its share
         done.append(f"{own.found} found, {own.encoded + rest.encoded} encoded; {rest.images} images in {shelf.folder}")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,14 @@ def text_bank(tree: Tree, detector: OwlDetector, device: torch.device) -> TextBa
     return TextBank(detector, policy=tree["data"]["token_policy"], device=device, shelf=shelf)
 
 
+class Wanted(NamedTuple):
+    """A store that a run reads, the rows of it, and the bytes that stores built after it will ask of the disk."""
+
+    store: FeatureStore
+    rows: list[int]
+    later: int
+
+
 def stores_of(
     tree: Tree,
     detector: OwlDetector,
@@ -77,15 +85,17 @@ def stores_of(
     *,
     dataset: TrainingSet,
     evaluated: Sequence[int],
-) -> list[tuple[FeatureStore, list[int]]]:
-    """Stores that a training run reads, and the rows of each: one of all images; or, with `features.background`, one of
-    the images that are evaluated, and samples of the patches of those that are trained on."""
+) -> list[Wanted]:
+    """Stores that a training run reads, in the order in which to build them: one of all images; or, with
+    `features.background`, samples of the patches of those that are trained on, then one of the images that are
+    evaluated. What the last one needs is known beforehand, so that the first can be refused room for both."""
     full, chosen = store_of(tree, detector, images, device), tree["features"]
     if chosen["background"] is None:
-        return [(full, list(range(len(images))))]
+        return [Wanted(full, list(range(len(images))), 0)]
     targets = dataset.targets()
     sampled = full.sampled(chosen["background"], chosen["background_seed"], targets)
-    return [(full, list(evaluated)), (sampled, sorted(targets))]
+    later = full.room(images, evaluated).needed
+    return [Wanted(sampled, sorted(targets), later), Wanted(full, list(evaluated), 0)]
 
 
 def features_of(
@@ -134,9 +144,9 @@ def training_features(
         return features_of(tree, detector, images, device)
     stores = stores_of(tree, detector, images, device, dataset=dataset, evaluated=evaluated)
     work: Mapping[str, Any] = work_of(tree, device)
-    reports = [build(shelf, detector, images, rows, **work) for shelf, rows in stores]
-    readers = [shelf.reader(images, rows) for shelf, rows in stores]
+    reports = [build(shelf, detector, images, rows, beside=later, **work) for shelf, rows, later in stores]
+    sampled, full = (shelf.reader(images, rows) for shelf, rows, _ in stores)
     found, encoded = (sum(getattr(report, name) for report in reports) for name in ("found", "encoded"))
     reason = "features are computed once and kept on disk, of training images every patch that can become foreground "
     reason += f"and {background} of the others: {found} found, {encoded} encoded"
-    return Frozen(readers[0], reason, encoded, sampled=readers[1])
+    return Frozen(full, reason, encoded, sampled=sampled)

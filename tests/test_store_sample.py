@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811  (fixtures of other files are used as arguments)
 
+import sys
 from itertools import combinations
 from math import comb, e
 
@@ -17,7 +18,7 @@ from noctowl.errors import DataError
 from noctowl.features import chunks
 from noctowl.features import store as in_memory
 from noctowl.matcher import match
-from noctowl.store import FeatureStore, background_error, build, info, verify
+from noctowl.store import FeatureStore, background_error, build, folder, info, verify
 from noctowl.store.sample import Target, candidates, class_range, draw, thin
 
 from .test_matcher import GRID, random_problem
@@ -25,6 +26,7 @@ from .test_module import make_item, make_module
 from .test_store import CPU, WORK, detector, image_set, images, store  # noqa: F401
 from .test_store_faults import flip
 
+build_module = sys.modules[build.__module__]  # the package has a function of that name
 HANDMADE = {0: [Target(torch.tensor([[0.1, 0.1, 0.4, 0.4]]), 11)], 3: [Target(torch.tensor([[0.5, 0.5, 0.9, 0.8]]), 3)]}
 
 
@@ -126,6 +128,12 @@ def kept_of(item: Item) -> torch.Tensor:
     return candidates(pred_boxes=item.patch_boxes, targets=[Target(item.gt_boxes, len(item.queries))])
 
 
+def match_of(module, item: Item) -> torch.Tensor:
+    """Foreground among all patches of an item, [1, P]."""
+    similarities = module.detector.head.similarity(item.tokens[None], item.queries[None], query_epsilon=True).detach()
+    return match(pred_boxes=item.patch_boxes[None], similarities=similarities, gt_boxes=item.gt_boxes[None]).positive
+
+
 class TestLosses:
     @pytest.mark.parametrize("loss", ["triplet", "cross_entropy", "bce"])
     def test_with_every_patch_nothing_changes(self, fresh_detector, loss):
@@ -224,8 +232,30 @@ class TestLosses:
             module.losses(collate([chosen(i, r, w)]))[0]
             for i, r, w in ((item, rows, weights), (long, torch.arange(64), torch.ones(64)))
         ]
-        backgrounds = [float(t.background) for t in alone]
-        assert min(backgrounds) <= float(both.background) <= max(backgrounds)
+        behind = [64 - int(match_of(module, i).sum()) for i in (item, long)]  # of all patches, not of those kept
+        mean = sum(m * float(t.background) for m, t in zip(behind, alone)) / sum(behind)
+        assert float(both.background) == pytest.approx(mean, rel=1e-5)
+
+    def test_padding_has_no_gradient_where_similarities_are_zero(self, fresh_detector):
+        """A head without bias gives padded tokens the similarity 0; a^gamma with gamma < 1 is vertical there."""
+        module = make_module(fresh_detector())
+        module.loss["gamma"] = 0.5
+        torch.nn.init.zeros_(module.detector.head.dense0.bias)
+        item, long = make_item(4, columns=11), make_item(6, columns=11)
+        rows, weights = draw(kept_of(item), background=5, seed=0, name="")
+        _, gradient = gradients(module, [chosen(item, rows, weights), chosen(long, torch.arange(64), torch.ones(64))])
+        assert gradient.isfinite().all()
+        assert gradient.norm() > 0
+
+    def test_the_denominator_is_the_known_count(self, fresh_detector):
+        """Every draw divides by the number of all background patches: a ratio of two random sums would be biased."""
+        item = make_item(3, columns=11, objects=2)
+        behind = 64 - int(match_of(make_module(fresh_detector()), item).sum())
+        for seed in range(20):
+            rows, weights = draw(kept_of(item), background=7, seed=seed, name="")
+            positive = match_of(make_module(fresh_detector()), item)[0, rows]
+            assert float(weights[~positive].sum()) == pytest.approx(behind, rel=1e-6)
+            assert weights[positive].unique().tolist() == [1]
 
 
 class TestStore:
@@ -295,6 +325,67 @@ class TestStore:
         assert build(sampled, detector, images, **WORK).encoded == 1
         reader = sampled.reader(images)
         assert all(torch.equal(reader.tokens[row], exact[row]) for row in range(8))
+
+
+class TestRoom:
+    """Needed at most: all patches. Where that does not fit: what candidates leave, counted on some images."""
+
+    def test_upper_bound_then_estimate(self, store, detector, images, monkeypatch):
+        targets = {row: [HANDMADE[0], HANDMADE[3]][row % 2] for row in range(8)}
+        sampled = store.sampled(8, 0, targets)
+        unit, memory = (160 + 4 + 1) * 4, in_memory(detector, images, **WORK)
+        kept = [int(candidates(pred_boxes=memory.boxes[row], targets=targets[row]).sum()) + 8 for row in range(8)]
+        assert 8 * 8 < sum(kept) < 8 * 64
+        room = sampled.room(images)
+        assert (room.missing, room.needed, room.estimated) == (8, 8 * 64 * unit, False)
+        exact = sum(kept) * unit  # fewer images than the pilot takes: all of them are counted
+        monkeypatch.setattr(folder, "free_bytes", lambda _: exact - 1)
+        with pytest.raises(
+            DataError, match=rf"about .*\({exact} bytes\), .*\({exact - 1} bytes\).*features.background"
+        ):
+            build(sampled, detector, images, **WORK)
+        assert not store.root.exists()
+        monkeypatch.setattr(folder, "free_bytes", lambda _: exact + 99)
+        with pytest.raises(DataError, match=r"those kept with all patches .*\(100 bytes\) more"):
+            build(sampled, detector, images, beside=100, **WORK)
+        assert build(sampled, detector, images, beside=99, **WORK).bytes == exact
+
+    def test_pilot_images_are_spread_and_get_a_margin(self, store, detector, images, monkeypatch):
+        sampled = store.sampled(8, 0, {row: [HANDMADE[0], HANDMADE[3]][row % 2] for row in range(8)})
+        build(sampled, detector, images, [0], **WORK)
+        monkeypatch.setattr(build_module, "PILOT", 3)
+        looked, real = [], build_module.encode
+
+        def encode(detector, images, rows, **work):
+            looked.append(rows)
+            return real(detector, images, rows, **work)
+
+        monkeypatch.setattr(build_module, "encode", encode)
+        wanted = {name: row for row, name in sampled.identities(images).items()}
+        room = sampled.room(images)
+        found = build_module.estimated(sampled, detector, images, wanted, room, **WORK)
+        assert looked == [[1, 3, 5]]
+        kept = [
+            int(candidates(pred_boxes=boxes, targets=sampled.targets[row]).sum()) + 8
+            for row, boxes in enumerate(in_memory(detector, images, **WORK).boxes)
+        ]
+        three = [kept[row] for row in looked[0]]
+        mean = min(64, np.mean(three) + 2 * np.std(three, ddof=1) / 3**0.5)
+        assert found.needed == int(np.ceil(7 * mean * 660))
+        assert found.estimated
+        assert found.needed < room.needed == 7 * 64 * 660
+
+    def test_both_stores_of_a_run_are_counted_before_either_is_written(self, small, command, tmp_path, monkeypatch):
+        words = [*small, "features=disk", "test=false", "features.background=64", "trainer.num_workers=0"]
+        assert command("train", *words, f"features.root={tmp_path / 'one'}").code == 0
+        stored = [entry for entry in info(tmp_path / "one") if entry["kind"] == "images"]
+        assert [entry["background"] is None for entry in stored].count(True) == 1
+        total = sum(entry["images"] * entry["bytes_per_image"] for entry in stored)
+        monkeypatch.setattr(folder, "free_bytes", lambda _: total - 1)
+        refused = command("train", *words, f"features.root={tmp_path / 'two'}")
+        assert refused.code == 2
+        assert "those kept with all patches" in refused.err
+        assert list((tmp_path / "two").glob("*/shard-*")) == []
 
 
 class TestRuns:

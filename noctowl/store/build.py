@@ -6,13 +6,15 @@ all return when everything is there. A builder that dies loses the shard it was 
 
 import errno
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +26,13 @@ from noctowl.store.claims import Claims
 from noctowl.store.folder import FeatureStore, Room
 from noctowl.store.identity import VerifiedImages, image_part
 from noctowl.store.maintain import mend
-from noctowl.store.sample import Target, thin
+from noctowl.store.sample import Target, candidates, thin
 from noctowl.store.shards import write_shard
 from noctowl.store.spec import describe, pack, unpack
 
 SHARD_BYTES = 256 << 20
 LARGEST_PART = 1024  # images that a builder claims at a time, at most
+PILOT = 32  # images that are encoded to estimate the room for samples, where the disk is not ample
 POLL = 0.2  # seconds between looks at what other builders have done
 log = logging.getLogger(__name__)
 
@@ -58,8 +61,11 @@ def build(
     device: torch.device,
     autocast: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    beside: int = 0,
 ) -> BuildReport:
     """Have features of `rows` (default: all) in the store. Nothing is written where nothing is missing.
+
+    `beside`: bytes that will be written to the same disk afterwards; there has to be room for these, too.
 
     Raises:
         ModelError: the store is another model's.
@@ -73,7 +79,10 @@ def build(
     work: Any = {"batch_size": batch_size, "num_workers": num_workers, "device": device, "autocast": autocast}
     encoded = shards = written = 0
     if found < len(distinct):
-        check_room(store, store.room_of(distinct.keys()))
+        room = store.room_of(distinct.keys())
+        if room.needed + beside > room.free and store.spec.sample is not None:
+            room = estimated(store, detector, images, distinct, room, **work)
+        check_room(store, room, beside)
         with _clear_disk_errors(store, found, len(distinct)):
             store.create(detector.base_id)
             with Claims(store.folder) as claims:
@@ -119,14 +128,41 @@ def _check_model(
         )
 
 
-def check_room(store: FeatureStore, room: Room) -> None:
-    """Raises DataError if the missing images do not fit on the disk, with both numbers and what else can be done."""
-    if room.needed <= room.free:
+def estimated(
+    store: FeatureStore, detector: OwlDetector, images: ImageSet, distinct: Mapping[str, int], room: Room, **work: Any
+) -> Room:
+    """The room that the missing images of a sample take, estimated by encoding up to PILOT of them, spread evenly: the
+    mean number of patches kept, and two standard errors more. Nothing is written. `distinct`: row by identity."""
+    assert store.spec.sample is not None
+    assert store.targets is not None
+    stored = store.stored()
+    missing = sorted((row, name) for name, row in distinct.items() if name not in stored)
+    chosen = dict(missing[i * len(missing) // PILOT] for i in range(PILOT)) if len(missing) > PILOT else dict(missing)
+    verified = VerifiedImages(images, {row: image_part(name) for row, name in chosen.items()})
+    kept = []
+    for rows, features in encode(detector, verified, list(chosen), **work):
+        for row, boxes in zip(rows, features.boxes.float().cpu()):
+            certain = int(candidates(pred_boxes=boxes, targets=store.targets[row]).sum())
+            kept.append(min(certain + store.spec.sample["background"], store.spec.patches))
+    patches = float(np.mean(kept))
+    if len(missing) > len(kept):
+        patches = min(patches + 2 * float(np.std(kept, ddof=1)) / len(kept) ** 0.5, store.spec.patches)
+    log.info("features: %.0f of %s patches an image are kept, by %s images", patches, store.spec.patches, len(kept))
+    return replace(room, needed=math.ceil(len(missing) * patches * store.spec.unit_bytes), estimated=True)
+
+
+def check_room(store: FeatureStore, room: Room, beside: int = 0) -> None:
+    """Raises DataError if the missing images, and what is to be written `beside` them, do not fit on the disk, with all
+    numbers and what else can be done."""
+    if room.needed + beside <= room.free:
         return
     smaller = {"fp32": "features.dtype=fp16 (half the size), ", "fp16": "features.dtype=int8 (half the size), "}
+    fewer = "" if store.spec.sample is None else "a smaller features.background, "
+    also = f", those kept with all patches {beside / 1e9:.2f} GB ({beside} bytes) more" if beside else ""
     raise DataError(
-        f"features: {room.missing} images need {room.needed / 1e9:.2f} GB ({room.needed} bytes), {store.root} has "
-        f"{room.free / 1e9:.2f} GB free ({room.free} bytes). Nothing was written. Use another disk for the store, "
+        f"features: {room.missing} images need {'about ' if room.estimated else ''}{room.needed / 1e9:.2f} GB "
+        f"({room.needed} bytes){also}, {store.root} has {room.free / 1e9:.2f} GB free ({room.free} bytes). Nothing was "
+        f"written. Use another disk for the store, {fewer}"
         f"{smaller.get(store.spec.dtype, '')}features.mode=live (no room needed, one pass of the backbone per epoch), "
         "or `noctowl features prune`."
     )

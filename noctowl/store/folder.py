@@ -32,12 +32,17 @@ META = "meta.json"
 
 @dataclass(frozen=True)
 class Room:
-    """What building asks of the disk: bytes needed for the images that are missing, and bytes free."""
+    """What building asks of the disk: bytes needed for the images that are missing, and bytes free.
+
+    Of a sample of patches `needed` is an upper bound, all patches of each image; `build` estimates it more closely
+    where that does not fit (`build.estimated`).
+    """
 
     images: int
     missing: int
     needed: int
     free: int
+    estimated: bool = False
 
 
 class FeatureStore:

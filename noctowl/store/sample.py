@@ -14,7 +14,9 @@ assignment; those whose box overlaps such a patch's by IoU > 0.85 can follow as 
 
 Of the R others k are drawn, each subset with the same probability, so each has the inclusion probability k / R. They
 weigh R / k in the mean over background patches: for weights that do not depend on the draw the background term and its
-gradient have the full ones as their expectation (Horvitz-Thompson). k >= R keeps all.
+gradient have the full ones as their expectation (Horvitz-Thompson). k >= R keeps all. The mean divides by the sum of the
+weights, which is the number of all background patches whatever was drawn (k R / k = R, and none of the R can be
+foreground), so it is no ratio of two random sums.
 """
 
 import hashlib
@@ -32,7 +34,8 @@ from noctowl.hashing import tensor_bytes
 from noctowl.matcher import SPREAD_IOU
 
 SLACK = 0.01  # of the cost, for rounding and for the published query epsilon (cosines move by up to 3e-5)
-VERSION = 1  # raise it whenever candidates or draws come out differently
+IOU_SLACK = 1e-4  # of the neighbours' overlap: the device that trains rounds unlike the one that built
+VERSION = 2  # raise it whenever candidates or draws come out differently
 
 
 class Target(NamedTuple):
@@ -48,7 +51,7 @@ def settings(background: int, seed: int) -> dict[str, Any]:
         "background": background,
         "seed": seed,
         "spread_iou": SPREAD_IOU,
-        "slack": SLACK,
+        "slack": [SLACK, IOU_SLACK],
         "version": VERSION,
     }
 
@@ -78,7 +81,7 @@ def candidates(*, pred_boxes: Float[Tensor, "P 4"], targets: Sequence[Target]) -
         geometry = torch.cdist(objects, pred_boxes, p=1) - generalized_iou(objects, pred_boxes)  # [G, P]
         nth = geometry.kthvalue(min(len(objects), len(pred_boxes)), dim=1, keepdim=True).values  # [G, 1]
         chosen |= (geometry <= nth + class_range(columns) + SLACK).any(0)
-    near = iou(pred_boxes[chosen], pred_boxes) > SPREAD_IOU  # [n, P]
+    near = iou(pred_boxes[chosen], pred_boxes) > SPREAD_IOU - IOU_SLACK  # [n, P]
     return chosen | near.any(0)
 
 

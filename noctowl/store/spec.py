@@ -91,9 +91,9 @@ class Spec:
     def bytes_per_image(self) -> int:
         """Bytes of one image's tensors; its line in the index comes to some 400 more, twice.
 
-        Of a sample the least: how many patches can become foreground is only known once an image is encoded.
+        Of a sample the most: how many patches can become foreground is only known once an image is encoded.
         """
-        return self.unit_bytes * (1 if self.sample is None else min(self.sample["background"], self.patches))
+        return self.unit_bytes * (1 if self.sample is None else self.patches)
 
 
 def canonical(value: Any) -> bytes:
