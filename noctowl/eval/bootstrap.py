@@ -59,15 +59,15 @@ def percentile(value: float, samples: Float[ndarray, "B"], level: float = 0.95) 
     return Interval(float(value), float(low), float(high))
 
 
-def centred(value: float, samples: Float[ndarray, "B"], level: float = 0.95) -> Interval:
-    """`percentile` of resamples that are moved so that their mean is the value; for figures from 0 to 1.
+def centred(value: float, samples: Float[ndarray, "B"], level: float = 0.95, *, least: float = 0) -> Interval:
+    """`percentile` of resamples that are moved so that their mean is the value; for figures from `least` to 1.
 
     AP of a class with few objects rises when images are drawn twice, as there is less to find out of order: resampled
     means over such classes stand beside the figure, not around it. Their spread is what is wanted.
     """
     if np.isnan(samples).all():
         return percentile(value, samples, level)
-    _, low, high = percentile(value, np.clip(samples - np.nanmean(samples) + value, 0, 1), level)
+    _, low, high = percentile(value, np.clip(samples - np.nanmean(samples) + value, least, 1), level)
     return Interval(float(value), min(low, float(value)), max(high, float(value)))
 
 
@@ -164,6 +164,7 @@ def box_samples(
     resampled: Resampled = "with_image",
     groups: Mapping[str, Collection[int]] | None = None,
     matched: Matched | None = None,
+    widened: bool = False,
 ) -> dict[str, Float[ndarray, "B"]]:
     """Figures of `BoxScores.summary` in every resample, and mean APs of groups of classes.
 
@@ -175,6 +176,8 @@ def box_samples(
     resampled: "with_image": a copy of an image brings copies of its classes, which count again (FG-OVD: classes are
         captions of images). "fixed": the classes are a given list, and each that is drawn counts once (LVIS, COCO).
     matched: what `match_boxes` gave with these `images`, for classes of several images; None matches by COCO's rules.
+    widened: the AP of a class with objects in n images varies by sqrt(n / (n - 1)) more than its resamples do, which the
+        bootstrap of a mean lacks; for intervals of means over classes of which many have few images.
     """
     home = home_images(scores, detections=detections, ground_truth=ground_truth, images=images)
     alone, spanning = np.flatnonzero(home >= 0), np.flatnonzero(home < 0)
@@ -194,7 +197,11 @@ def box_samples(
             matched = match_boxes(
                 detections=detections, ground_truth=ground_truth, max_detections=scores.limits[-1], images=images
             )
+        factor = _small_sample(matched, spanning) if widened else None
         for name, ap in zip(FIGURES, weighted_ap(matched, weights, spanning)):  # [S, B]
+            if factor is not None:
+                middle = np.nan_to_num(ap).sum(1) / np.maximum((~np.isnan(ap)).sum(1), 1)
+                ap = middle[:, None] + factor[:, None] * (ap - middle[:, None])
             rows = np.array([f for f, figure in enumerate(by_class) if source[figure] == name], np.int64)
             counts = (~np.isnan(ap)).astype(np.float32)
             if resampled == "with_image":
@@ -204,6 +211,13 @@ def box_samples(
             total[rows] += members_of @ (np.nan_to_num(ap) * counts)
     means = np.divide(total, number, out=np.full_like(total, np.nan), where=number > 0)
     return dict(zip(by_class, means))
+
+
+def _small_sample(matched: Matched, classes: Int[ndarray, "S"]) -> Float[ndarray, "S"]:
+    """sqrt(n / (n - 1)) of each class, n the images that hold objects of it; 1 for a single image."""
+    pairs = np.unique(matched.object_label * len(matched.images) + matched.object_image)
+    n = np.bincount(pairs // len(matched.images), minlength=len(matched.classes))[classes]
+    return np.sqrt(n / np.maximum(n - 1, 1)).astype(np.float32)
 
 
 def _mean_weights(matched: Matched, weights: Int[ndarray, "B I"], classes: Int[ndarray, "S"]) -> Float[ndarray, "S B"]:

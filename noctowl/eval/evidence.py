@@ -172,6 +172,7 @@ def coarse_intervals(
         resampled="fixed",
         groups={f"map_{group}": members for group, members in lvis.frequency_groups(annotations).items()},
         matched=matched,
+        widened=True,
     )
     values = lvis.figures(scores, annotations)
     found = {}
