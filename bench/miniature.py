@@ -132,6 +132,12 @@ def markdown(rows: dict[str, list[Run]]) -> str:
     return "\n".join(lines)
 
 
+def ranges(run: Run) -> str:
+    """95 % intervals over the test images of Hard, coarse and rare, percent."""
+    found = {name: run["intervals"][COLUMNS[name]] for name in ("Hard", "coarse", "rare")}
+    return ", ".join(f"{name} {100 * low:.1f}–{100 * high:.1f}" for name, (low, high) in found.items())
+
+
 def controls() -> dict[str, str]:
     """Top-1 of rankers that never see an image, on the synthetic test files: what chance looks like."""
     data = compose("evaluate", [])["data"]
@@ -183,6 +189,8 @@ def quick(out: Path) -> dict[str, Any]:
         name: [tested(out, shared, f"test-{i}", run and run["folder"])] for i, (name, run) in enumerate(heads.items())
     }
     console.print(table(rows))
+    for name, (run,) in rows.items():
+        console.print(f"95 % over images, {name}: {ranges(run)}")
     console.print(f"distillation weight chosen on validation: {chosen}")
     for name, control in controls().items():
         console.print(f"text only, {name}: {control}")
@@ -222,6 +230,8 @@ def publish(rows: dict[str, list[Run]], seeds: Sequence[int]) -> None:
         "together.\n"
         "The recipe was chosen on the validation files; each head read the test files once.\n\n"
         + markdown(rows)
+        + "\n\nAnother draw of test images (95 % intervals over images, first seed):\n\n"
+        + "\n".join(f"- {name}: {ranges(runs[0])}" for name, runs in rows.items())
         + "\n\nRankers that never see an image (top-1 on the same files, 95 % intervals):\n\n"
         + "\n".join(lines)
         + f"\n\n![trade-off](../docs/{picture.name})",
@@ -232,7 +242,7 @@ def screen() -> Console:
     """As wide as the table, also where the output is a file."""
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
+        console.width = max(console.width, WIDTH + 40)  # the sweep's cells hold spreads
     return console
 
 
