@@ -14,9 +14,9 @@ assignment; those whose box overlaps such a patch's by IoU > 0.85 can follow as 
 
 Of the R others k are drawn, each subset with the same probability, so each has the inclusion probability k / R. They
 weigh R / k in the mean over background patches: for weights that do not depend on the draw the background term and its
-gradient have the full ones as their expectation (Horvitz-Thompson). k >= R keeps all. The mean divides by the sum of the
-weights, which is the number of all background patches whatever was drawn (k R / k = R, and none of the R can be
-foreground), so it is no ratio of two random sums.
+gradient have the full ones as their expectation (Horvitz-Thompson). The mean divides by the sum of the weights, which
+is the number of all background patches whatever was drawn (k R / k = R, and none of the R can be foreground), so it is
+no ratio of two random sums. k >= R keeps all.
 """
 
 import hashlib
