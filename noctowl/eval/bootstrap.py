@@ -5,10 +5,11 @@ Legend: I images, B resamples, A objects, K classes, T IoU thresholds, D detecti
 The image is the unit of sampling: its objects share a scene, a photographer and the detector's mood. A resample draws I
 images with replacement, which is a multiplicity of each image, [B, I]. No detection is matched again: every figure here
 is a ratio of sums over images, or can be read off matched detections with weights, and all resamples are done at once.
-Intervals are percentile intervals (Efron and Tibshirani, 1993, ch. 13).
+Intervals are percentile intervals (Efron and Tibshirani, 1993, ch. 13), those of coarse figures see `centred`.
 """
 
 from collections.abc import Collection, Mapping
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -60,15 +61,15 @@ def percentile(value: float, samples: Float[ndarray, "B"], level: float = 0.95) 
 
 
 def centred(value: float, samples: Float[ndarray, "B"], level: float = 0.95, *, least: float = 0) -> Interval:
-    """`percentile` of resamples that are moved so that their mean is the value; for figures from `least` to 1.
+    """The value +- z times the standard deviation of the resamples; for figures from `least` to 1.
 
     AP of a class with few objects rises when images are drawn twice, as there is less to find out of order: resampled
-    means over such classes stand beside the figure, not around it. Their spread is what is wanted.
+    means over such classes stand beside the figure, not around it. Their spread is what is wanted, and 100 resamples
+    tell it to 7 %, where percentiles need a thousand (Efron and Tibshirani, 1993, ch. 6 and 13).
     """
-    if np.isnan(samples).all():
-        return percentile(value, samples, level)
-    _, low, high = percentile(value, np.clip(samples - np.nanmean(samples) + value, least, 1), level)
-    return Interval(float(value), min(low, float(value)), max(high, float(value)))
+    samples = samples[~np.isnan(samples)]
+    half = NormalDist().inv_cdf((1 + level) / 2) * (samples.std(ddof=1) if len(samples) > 1 else 0.0)
+    return Interval(float(value), max(float(value - half), least), min(float(value + half), 1.0))
 
 
 def ratio_samples(

@@ -33,14 +33,14 @@ from noctowl.eval.predictions import Predictions
 TEXT_ONLY = ("blind", "blind_embeddings", "centroid", "centroid_embeddings")  # what a gain is over: the best of these
 CHEAP = (*TEXT_ONLY, "head_prior", "oracle")  # "auto"; "shuffled" scores every vocabulary on a second image
 SHUFFLED = ".shuffled"  # ending of the name under which predictions on another image stand
-COARSE_RESAMPLES = 200  # bounds move little with more, and the cost is in proportion
+COARSE_RESAMPLES = 100  # tell a standard deviation to 7 %; the cost is in proportion
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
     """What is wanted; `intervals` and `coarse_intervals` are numbers of resamples, 0 for none.
 
-    coarse_intervals: None for 200. train: captions that the blind rankers learn from; None: cross-validation inside the
+    coarse_intervals: None for 100. train: captions that the blind rankers learn from; None: cross-validation inside the
     benchmark.
     """
 

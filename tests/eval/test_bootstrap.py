@@ -48,9 +48,10 @@ def test_percentile_by_hand():
 
 
 def test_centred_by_hand():
-    """Mean 0.5 of the resamples is moved to 0.3; what falls below 0 is cut."""
-    assert centred(0.3, np.array([0.4, 0.6, np.nan]), level=1.0) == pytest.approx((0.3, 0.2, 0.4))
-    assert centred(0.3, np.array([0.0, 1.0]), level=1.0) == pytest.approx((0.3, 0, 0.8))
+    """Two resamples, 0.2 apart: sd 0.1414; NaN counts for nothing, what is beyond 0 or 1 is cut."""
+    assert centred(0.3, np.array([0.4, 0.6, np.nan])) == pytest.approx((0.3, 0.3 - 1.959964 * 0.02**0.5, 0.5771808))
+    assert centred(0.3, np.array([0.0, 1.0])) == (0.3, 0.0, 1.0)
+    assert centred(-0.3, np.array([0.0, 2.0]), least=-1)[1] == -1
     assert centred(0.3, np.array([np.nan])) == (0.3, 0.3, 0.3)
 
 

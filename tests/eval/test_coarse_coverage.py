@@ -56,7 +56,7 @@ def test_coverage_of_coarse_figures():
     truth = {name: np.mean([figures[name] for figures in drawn]) for name in drawn[0]}
     inside = dict.fromkeys(truth, 0)
     for seed in range(200):
-        figures, samples = measured(seed, 200)
+        figures, samples = measured(seed, 100)
         for name, value in figures.items():
             interval = centred(value, samples[name])
             inside[name] += interval.low <= truth[name] <= interval.high
