@@ -177,8 +177,8 @@ def box_samples(
     resampled: "with_image": a copy of an image brings copies of its classes, which count again (FG-OVD: classes are
         captions of images). "fixed": the classes are a given list, and each that is drawn counts once (LVIS, COCO).
     matched: what `match_boxes` gave with these `images`, for classes of several images; None matches by COCO's rules.
-    widened: the AP of a class with objects in n images varies by sqrt(n / (n - 1)) more than its resamples do, which the
-        bootstrap of a mean lacks; for intervals of means over classes of which many have few images.
+    widened: by sqrt(n / (n - 1)) for a class with objects in n images, which the spread of a bootstrap falls short of;
+        for intervals of means over classes of which many have few images.
     """
     home = home_images(scores, detections=detections, ground_truth=ground_truth, images=images)
     alone, spanning = np.flatnonzero(home >= 0), np.flatnonzero(home < 0)
