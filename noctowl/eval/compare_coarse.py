@@ -20,9 +20,9 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from noctowl.data.records import Strings
-from noctowl.eval.ap import Detections, GroundTruth
-from noctowl.eval.bootstrap import Interval, centred
-from noctowl.eval.lvis import LvisAnnotations, frequency_groups, match_classes
+from noctowl.eval.ap import Detections, GroundTruth, score_matched
+from noctowl.eval.bootstrap import Interval, box_samples, centred
+from noctowl.eval.lvis import MAX_DETECTIONS, LvisAnnotations, figures, frequency_groups, match_classes
 from noctowl.eval.matching import Matched, thresholds_of
 from noctowl.eval.weighted import weighted_ap
 
@@ -84,17 +84,33 @@ def group_ap(matched: Matched, weights: Int[ndarray, "B I"], annotations: LvisAn
 def run_figures(
     runs: Iterable[Detections], weights: Int[ndarray, "B I"], annotations: LvisAnnotations
 ) -> tuple[Float[ndarray, "F"], Float[ndarray, "F B"]]:
-    """FIGURES of one configuration, whose seeds these are: mean over them, as is and in every resample."""
-    once = np.ones((1, weights.shape[1]), weights.dtype)
-    both = np.concatenate([once, weights])
-    mean = np.mean([group_ap(all_sizes(match_classes(run, annotations)), both, annotations) for run in runs], 0)
-    return mean[:, 0], mean[:, 1:]
+    """FIGURES of one configuration, whose seeds these are: mean over them, as is and in every resample; NaN for a group
+    without objects. Columns of the weights are the file's sorted ids."""
+    values, samples = [], []
+    for run in runs:
+        matched = all_sizes(match_classes(run, annotations))
+        scores = score_matched(matched, max_detections=(MAX_DETECTIONS,))
+        found = figures(scores, annotations)
+        values.append([found.get(name, np.nan) for name in FIGURES])
+        drawn = box_samples(
+            scores,
+            detections=run,
+            ground_truth=annotations.objects,
+            images=matched.images,
+            weights=weights,
+            resampled="fixed",
+            groups={f"map_{group}": members for group, members in frequency_groups(annotations).items()},
+            matched=matched,
+            widened=True,
+        )
+        samples.append([drawn[name.replace("ap", "map", 1)] for name in FIGURES])
+    return np.mean(values, 0), np.mean(samples, 0)
 
 
 def difference(
     a: tuple[Float[ndarray, "F"], Float[ndarray, "F B"]], b: tuple[Float[ndarray, "F"], Float[ndarray, "F B"]]
 ) -> list[Interval]:
-    """a - b of two configurations' `run_figures` under the same weights, with the intervals that coarse figures have."""
+    """a - b of two configurations' `run_figures` under the same weights, with intervals as coarse figures have them."""
     return [centred(value, drawn, least=-1) for value, drawn in zip((a[0] - b[0]).tolist(), a[1] - b[1])]
 
 

@@ -42,14 +42,7 @@ class Outcome:
         files = sorted(p for p in folder.glob("*.npz") if p.name not in (COARSE_FILE, LENGTHS_FILE))
         if not files and not (folder / COARSE_FILE).is_file():
             raise DataError(f"{folder} holds no predictions (*.npz). Pass a run folder, or its predictions/.")
-        coarse, settings = None, {}
-        if (folder / COARSE_FILE).is_file():
-            arrays = _load(folder / COARSE_FILE)
-            try:
-                coarse = Detections(*(arrays[name] for name in ("image", "label", "boxes", "scores")))
-                settings = json.loads(str(arrays["settings"]))
-            except (KeyError, ValueError) as error:
-                raise DataError(f"{folder / COARSE_FILE}: no coarse detections ({error}). Predict again.") from error
+        coarse, settings = load_coarse(folder) if (folder / COARSE_FILE).is_file() else (None, {})
         path = folder / "counters.json"
         try:
             counters = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -67,6 +60,16 @@ class Outcome:
             {key: sum(part.counters[key] for part in parts) for key in parts[0].counters},
             parts[0].coarse_settings,
         )
+
+
+def load_coarse(folder: Path) -> tuple[Detections, dict[str, Any]]:
+    """Coarse detections of `Outcome.save` and their settings. Raises DataError where they are absent or damaged."""
+    arrays = _load(folder / COARSE_FILE)
+    try:
+        coarse = Detections(*(arrays[name] for name in ("image", "label", "boxes", "scores")))
+        return coarse, json.loads(str(arrays["settings"]))
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{folder / COARSE_FILE}: no coarse detections ({error}). Predict again.") from error
 
 
 def save_lengths(folder: Path, lengths: Mapping[str, np.ndarray | None]) -> None:

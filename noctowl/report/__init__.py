@@ -1,6 +1,6 @@
 """Reports of finished runs: `write_report(folders)` -> report.html, report.md and a folder of tables and plots.
 
-runs.py reads, sections.py and comparison.py make tables, graphs.py plots, gallery.py pictures, page.py the two forms.
+runs.py reads, sections.py and *comparison.py make tables, graphs.py plots, gallery.py pictures, page.py the two forms.
 """
 
 import time
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from noctowl import fonts
-from noctowl.report import comparison, gallery, graphs, sections
+from noctowl.report import coarse_comparison, comparison, gallery, graphs, sections
 from noctowl.report.page import Gallery, Part, Plot, Report, Section, to_html, to_markdown
 from noctowl.report.runs import Run, comparable, load_runs
 from noctowl.report.table import Table
@@ -81,9 +81,10 @@ def _figures(groups: Sequence[Sequence[Run]]) -> tuple[list[Section], list[str]]
         _add(headline.parts, sections.coarse(group, tail))
         if any(run.cases for run in group):
             headline.parts.append(sections.details(group, tail))
-        table, problems = comparison.comparisons(group, tail)
-        _add(compared.parts, table)
-        unable += problems
+        for compare in (comparison.comparisons, coarse_comparison.coarse_comparisons):
+            table, problems = compare(group, tail)
+            _add(compared.parts, table)
+            unable += problems
     return [headline, compared], unable
 
 
