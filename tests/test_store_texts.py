@@ -236,6 +236,10 @@ class TestUpkeep:
         half.write_bytes(b"x")
         assert [p["removed"] for p in prune(tmp_path, [kept.shelf.key], dry_run=False)] == [False]
         os.utime(half, (time.time() - 1000, time.time() - 1000))
+        lone = other.shelf.folder / "0123.safetensors"  # its index is about to follow
+        lone.write_bytes(b"x")
+        assert [p["removed"] for p in prune(tmp_path, [kept.shelf.key], dry_run=False)] == [False]
+        lone.unlink()
         assert [p["path"] for p in prune(tmp_path, None, dry_run=False)] == [str(half)]
         assert [p["removed"] for p in prune(tmp_path, [kept.shelf.key], dry_run=False)] == [True]
         assert not other.shelf.folder.exists()

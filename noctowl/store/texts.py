@@ -228,7 +228,7 @@ def mend_texts(store: TextStore, *, repair: bool) -> list[Problem]:
             problems.append(Problem(path.name, error.kind, detail, 0 if foreign else _count(path), action))
             if repair and not foreign:
                 _remove(path)
-    lone = [p for p in sorted(store.folder.glob("*.safetensors")) if not p.with_suffix(".json").exists()]
+    lone = _without_index(store)
     for kind, detail, paths in (
         ("no index", "nobody knows whose embeddings these are", [path for path in lone if idle_seconds(path) > STALE]),
         ("leftover", "of a run that died", leftover_texts(store)),
@@ -249,7 +249,8 @@ def leftover_texts(store: TextStore) -> list[Path]:
 
 def being_written(store: TextStore) -> bool:
     """Whether a run is adding texts at this moment."""
-    return any(idle_seconds(path) <= STALE for path in store.folder.glob(".*.part"))
+    half = [*store.folder.glob(".*.part"), *_without_index(store)]
+    return any(idle_seconds(path) <= STALE for path in half)
 
 
 def text_facts(store: TextStore) -> dict[str, Any]:
@@ -271,6 +272,10 @@ def text_facts(store: TextStore) -> dict[str, Any]:
         "shards": len(shards),
         "bytes": size,
     }
+
+
+def _without_index(store: TextStore) -> list[Path]:
+    return [path for path in sorted(store.folder.glob("*.safetensors")) if not path.with_suffix(".json").exists()]
 
 
 def _count(path: Path) -> int:
