@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ from results import write_section
 
 from noctowl.eval.ap import Detections
 from noctowl.eval.evidence import COARSE_RESAMPLES, Asked, coarse_intervals
-from noctowl.eval.lvis import LvisAnnotations, read_lvis, score
+from noctowl.eval.lvis import LvisAnnotations, match_classes, read_lvis, score, score_classes
 
 RUNS = 5
+REPEATS = 3  # of intervals
 RESAMPLES = (COARSE_RESAMPLES, 1000)  # of the intervals whose cost is told
 CLASSES, DETECTIONS = 1203, 300
 IMAGES = {"quick": 200, "default": 2000, "full": 19_809}
@@ -137,19 +138,23 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
 
 
-def interval_costs(annotations: LvisAnnotations, detections: Detections, scoring: float) -> dict[int, float]:
-    """Seconds that intervals of all figures add to a scoring, by resamples."""
-    return {
-        n: cpu_seconds(lambda n=n: coarse_intervals(detections, annotations, Asked(coarse_intervals=n)), 1)[0] - scoring
-        for n in RESAMPLES
-    }
+def interval_costs(annotations: LvisAnnotations, detections: Detections, counts: Sequence[int]) -> dict[int, float]:
+    """Seconds that intervals of all figures add to a scoring, by resamples: medians. What was matched is used again."""
+    matched = match_classes(detections, annotations)
+    scores = score_classes(matched)
+
+    def cost(n: int) -> float:
+        asked = Asked(coarse_intervals=n)
+        return cpu_seconds(lambda: coarse_intervals(matched, scores, detections, annotations, asked), REPEATS)[0]
+
+    return {n: cost(n) for n in counts}
 
 
 def compare(path: Path, n_images: int) -> dict[str, Any]:
     """Ours and the original on the same problem."""
     annotations, detections = write_problem(path, n_images)
     ours, figures = cpu_seconds(lambda: score(detections, annotations), RUNS)
-    intervals = interval_costs(annotations, detections, ours)
+    intervals = interval_costs(annotations, detections, RESAMPLES)
     memory = peak_gb()
     data, found = json.loads(path.read_text()), entries(detections)
     theirs, expected = cpu_seconds(lambda: original(data, copy.copy(found)), 1)
@@ -163,8 +168,7 @@ def full(path: Path) -> dict[str, Any]:
     """Ours alone at full size; the memory is the whole process's, the made-up problem included."""
     annotations, detections = write_problem(path, IMAGES["full"])
     ours, figures = cpu_seconds(lambda: score(detections, annotations), 1)
-    asked = Asked(coarse_intervals=COARSE_RESAMPLES)
-    more = cpu_seconds(lambda: coarse_intervals(detections, annotations, asked), 1)[0] - ours
+    more = interval_costs(annotations, detections, [COARSE_RESAMPLES])[COARSE_RESAMPLES]
     row = {"images": IMAGES["full"], "detections": len(detections.image), "ours": ours, "memory_gb": peak_gb()}
     return row | {"figures": figures, "intervals": more}
 

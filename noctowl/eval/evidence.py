@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from noctowl.data.records import Annotations
 from noctowl.eval import analysis, blind, controls, lvis
-from noctowl.eval.ap import Detections, score_matched
+from noctowl.eval.ap import BoxScores, Detections
 from noctowl.eval.blind import TextSets
 from noctowl.eval.bootstrap import (
     Interval,
@@ -28,6 +28,7 @@ from noctowl.eval.bootstrap import (
     percentile,
 )
 from noctowl.eval.fgovd import Scored, rank_inputs
+from noctowl.eval.matching import Matched
 from noctowl.eval.predictions import Predictions
 
 TEXT_ONLY = ("blind", "blind_embeddings", "centroid", "centroid_embeddings")  # what a gain is over: the best of these
@@ -122,9 +123,11 @@ class Collector:
                 self.found.controls |= {base + key: value for key, value in more.controls.items()}
                 self.found.tables.setdefault(name, {})[n] = more.tables
 
-    def add_coarse(self, detections: Detections, annotations: lvis.LvisAnnotations) -> int:
+    def add_coarse(
+        self, matched: Matched, scores: BoxScores, detections: Detections, annotations: lvis.LvisAnnotations
+    ) -> int:
         """Intervals of the coarse figures; the resamples that were drawn."""
-        found, resamples = coarse_intervals(detections, annotations, self.asked)
+        found, resamples = coarse_intervals(matched, scores, detections, annotations, self.asked)
         self.found.intervals |= {f"lvis/{key}": bounds for key, bounds in found.items()}
         return resamples
 
@@ -152,17 +155,16 @@ def map_intervals(
 
 
 def coarse_intervals(
-    detections: Detections, annotations: lvis.LvisAnnotations, asked: Asked
+    matched: Matched, scores: BoxScores, detections: Detections, annotations: lvis.LvisAnnotations, asked: Asked
 ) -> tuple[dict[str, list[float]], int]:
     """[low, high] of every coarse figure, sizes and frequency groups included, and the resamples that were drawn.
 
-    Classes span images, so that curves are read again: the cost is in proportion to the resamples.
+    `matched` and `scores` are what `lvis.match_classes` and `lvis.score_classes` gave. Classes span images, so that
+    curves are read again: the cost is in proportion to the resamples.
     """
     resamples = COARSE_RESAMPLES if asked.coarse_intervals is None else asked.coarse_intervals
     if not resamples or not len(annotations.image_ids):
         return {}, 0
-    matched = lvis.match_classes(detections, annotations)
-    scores = score_matched(matched, max_detections=(lvis.MAX_DETECTIONS,))
     samples = box_samples(
         scores,
         detections=detections,

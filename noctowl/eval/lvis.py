@@ -108,14 +108,12 @@ def score(
 
     Raises DataError for detections of images or classes that the file does not have.
     """
-    return figures(score_classes(detections, annotations, recall_thresholds=recall_thresholds), annotations)
-
-
-def score_classes(
-    detections: Detections, annotations: LvisAnnotations, *, recall_thresholds: Thresholds = "float64"
-) -> BoxScores:
-    """AP of every class; errors as of `score`."""
     matched = match_classes(detections, annotations, recall_thresholds=recall_thresholds)
+    return figures(score_classes(matched), annotations)
+
+
+def score_classes(matched: Matched) -> BoxScores:
+    """AP of every class, from what `match_classes` gave."""
     return score_matched(matched, max_detections=(MAX_DETECTIONS,))
 
 

@@ -274,11 +274,13 @@ def score_all(
                 entry[convention] = {k: values[k] for k in truth}
     if coarse is not None and outcome.coarse is not None:
         _check_version("coarse", outcome.coarse_settings.get("sha256"), coarse.path, coarse.sha256)
-        metrics.update({f"lvis/{key}": value for key, value in lvis.score(outcome.coarse, coarse).items()})
+        matched = lvis.match_classes(outcome.coarse, coarse)
+        scores = lvis.score_classes(matched)
+        metrics.update({f"lvis/{key}": value for key, value in lvis.figures(scores, coarse).items()})
         counts["lvis"] = {"images": len(coarse.image_ids), "classes": len(coarse.category_ids)}
         counts["lvis"] |= {"objects": len(coarse.objects.image), "detections": len(outcome.coarse.image)}
         if beside is not None:
-            counts["lvis"]["interval_resamples"] = beside.add_coarse(outcome.coarse, coarse)
+            counts["lvis"]["interval_resamples"] = beside.add_coarse(matched, scores, outcome.coarse, coarse)
     scored = {"metrics": metrics, "counts": counts, "ranks": ranks, "coarse": outcome.coarse_settings}
     return scored if beside is None else scored | beside.result()
 
