@@ -33,7 +33,7 @@ types: setup
 	$(BIN)/mypy
 
 bench: setup
-	for file in metric_cost training_cost sweep_cost evaluation_cost store_io lvis_cost; do $(BIN)/python bench/$$file.py --quick || exit 1; done
+	for file in metric_cost training_cost sweep_cost evaluation_cost store_io lvis_cost comparison_cost; do $(BIN)/python bench/$$file.py --quick || exit 1; done
 
 gpu-check: setup
 	$(BIN)/python bench/gpu_check.py

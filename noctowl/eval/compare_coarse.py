@@ -132,12 +132,12 @@ def exchange_p(
     """
     rng = np.random.default_rng(seed)
     n_image = len(annotations.image_ids)
-    observed = np.abs(_differences(pairs, np.zeros((1, n_image), bool), annotations)[:, 0]) - SAME  # [F]
+    observed = np.abs(image_differences(pairs, np.zeros((1, n_image), bool), annotations)[:, 0]) - SAME  # [F]
     exists = np.flatnonzero(~np.isnan(observed))
     extreme = np.zeros((len(FIGURES), 0), bool)
     while extreme.shape[1] < permutations:
         swapped = rng.integers(2, size=(min(BLOCK, permutations - extreme.shape[1]), n_image), dtype=np.uint8) > 0
-        found = np.abs(_differences(pairs, swapped, annotations)) >= observed[:, None]
+        found = np.abs(image_differences(pairs, swapped, annotations)) >= observed[:, None]
         extreme = np.concatenate([extreme, found], 1)
         if enough is not None and (extreme[exists].sum(1) >= enough).all():
             break
@@ -157,10 +157,10 @@ def seed_pairs(a: int, b: int) -> list[tuple[int, int]]:
     return list(zip(islice(cycle(range(a)), count), islice(cycle(range(b)), count)))
 
 
-def _differences(
+def image_differences(
     pairs: Sequence[Matched], swapped: Bool[ndarray, "B I"], annotations: LvisAnnotations
 ) -> Float[ndarray, "F B"]:
-    """a - b after the exchange of some images: mean over the pairs."""
+    """a - b of FIGURES after the exchange of some images, `exchange_p`'s pairs: mean over them."""
     own = np.stack([~swapped, swapped], -1).reshape(len(swapped), -1)  # [B, 2 I]
     weights = np.concatenate([own, ~own]).astype(np.uint8)
     ap = np.mean([group_ap(pair, weights, annotations) for pair in pairs], 0)  # [F, 2 B]

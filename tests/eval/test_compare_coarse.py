@@ -9,7 +9,6 @@ import pytest
 
 from noctowl.data.records import Strings
 from noctowl.errors import DataError
-from noctowl.eval import compare_coarse
 from noctowl.eval.ap import Detections, Federated
 from noctowl.eval.bootstrap import image_weights
 from noctowl.eval.compare_coarse import (
@@ -17,6 +16,7 @@ from noctowl.eval.compare_coarse import (
     difference,
     exchange_p,
     group_ap,
+    image_differences,
     run_figures,
     seed_pairs,
     side_by_side,
@@ -79,7 +79,7 @@ def test_exchanges_equal_a_second_scoring(seed):
     doubled = side_by_side(a, b, annotations)
     ids = np.sort(annotations.image_ids)
     swapped = np.stack([np.zeros(9, bool), np.ones(9, bool), *(rng.random((6, 9)) < 0.5)])
-    found = compare_coarse._differences([doubled], swapped, annotations)
+    found = image_differences([doubled], swapped, annotations)
     for column, row in zip(found.T, swapped):
         new_a, new_b = swap(a, b, ids[row])
         expected = np.subtract(own(new_a, annotations), own(new_b, annotations))
@@ -158,8 +158,8 @@ def test_seeds_are_exchanged_together():
     b, c, d = (noisy(a, rng, 0.4) for _ in range(3))
     pairs = [side_by_side(a, b, annotations), side_by_side(c, d, annotations)]
     swapped = rng.random((5, 12)) < 0.5
-    together = compare_coarse._differences(pairs, swapped, annotations)
-    alone = [compare_coarse._differences([pair], swapped, annotations) for pair in pairs]
+    together = image_differences(pairs, swapped, annotations)
+    alone = [image_differences([pair], swapped, annotations) for pair in pairs]
     np.testing.assert_allclose(together, (alone[0] + alone[1]) / 2)
     assert seed_pairs(3, 3) == [(0, 0), (1, 1), (2, 2)]
     assert seed_pairs(1, 3) == [(0, 0), (0, 1), (0, 2)]
