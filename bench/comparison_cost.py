@@ -88,7 +88,8 @@ def main() -> int:
         text = (
             "## Comparing coarse AP, full size\n\n`python bench/comparison_cost.py --full`: two runs "
             f"on {row['images']:,} images as in LVIS v1 val:\n{row['matching']:.1f} CPU seconds of one "
-            f"thread to match both, {row['reading']:.1f} s for {PERMUTATIONS} permutations; {row['memory_gb']:.1f} GB at the peak."
+            f"thread to match both, {row['reading']:.1f} s for {PERMUTATIONS} permutations; "
+            f"{row['memory_gb']:.1f} GB at the peak."
         )
         result = {"name": "comparison_full"}
     else:

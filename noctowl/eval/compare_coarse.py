@@ -21,7 +21,8 @@ from numpy import ndarray
 
 from noctowl.data.records import Strings
 from noctowl.eval.ap import Detections, GroundTruth, score_matched
-from noctowl.eval.bootstrap import Interval, box_samples, centred
+from noctowl.eval.bootstrap import Interval, centred
+from noctowl.eval.evidence import coarse_samples
 from noctowl.eval.lvis import MAX_DETECTIONS, LvisAnnotations, figures, frequency_groups, match_classes
 from noctowl.eval.matching import Matched, thresholds_of
 from noctowl.eval.weighted import weighted_ap
@@ -92,18 +93,8 @@ def run_figures(
         scores = score_matched(matched, max_detections=(MAX_DETECTIONS,))
         found = figures(scores, annotations)
         values.append([found.get(name, np.nan) for name in FIGURES])
-        drawn = box_samples(
-            scores,
-            detections=run,
-            ground_truth=annotations.objects,
-            images=matched.images,
-            weights=weights,
-            resampled="fixed",
-            groups={f"map_{group}": members for group, members in frequency_groups(annotations).items()},
-            matched=matched,
-            widened=True,
-        )
-        samples.append([drawn[name.replace("ap", "map", 1)] for name in FIGURES])
+        drawn = coarse_samples(matched, scores, run, annotations, weights)
+        samples.append([drawn[name] for name in FIGURES])
     return np.mean(values, 0), np.mean(samples, 0)
 
 

@@ -165,25 +165,36 @@ def coarse_intervals(
     resamples = COARSE_RESAMPLES if asked.coarse_intervals is None else asked.coarse_intervals
     if not resamples or not len(annotations.image_ids):
         return {}, 0
+    weights = image_weights(len(matched.images), resamples=resamples, seed=asked.seed)
+    samples = coarse_samples(matched, scores, detections, annotations, weights)
+    values = lvis.figures(scores, annotations)
+    found = {}
+    for key in (k for k in samples if k in values):
+        interval = centred(values[key], samples[key])
+        found[key] = [interval.low, interval.high]
+    return found, resamples
+
+
+def coarse_samples(
+    matched: Matched,
+    scores: BoxScores,
+    detections: Detections,
+    annotations: lvis.LvisAnnotations,
+    weights: Int[ndarray, "B I"],
+) -> dict[str, Float[ndarray, "B"]]:
+    """Coarse figures in every resample, under the names of `lvis.figures`; arguments as of `coarse_intervals`."""
     samples = box_samples(
         scores,
         detections=detections,
         ground_truth=annotations.objects,
         images=matched.images,
-        weights=image_weights(len(matched.images), resamples=resamples, seed=asked.seed),
+        weights=weights,
         resampled="fixed",
         groups={f"map_{group}": members for group, members in lvis.frequency_groups(annotations).items()},
         matched=matched,
         widened=True,
     )
-    values = lvis.figures(scores, annotations)
-    found = {}
-    for name, drawn in samples.items():
-        key = name.replace("map", "ap", 1)
-        if key in values:
-            interval = centred(values[key], drawn)
-            found[key] = [interval.low, interval.high]
-    return found, resamples
+    return {name.replace("map", "ap", 1): drawn for name, drawn in samples.items()}
 
 
 def gather(

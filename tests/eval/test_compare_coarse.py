@@ -149,6 +149,9 @@ def test_group_without_objects():
     found = exchange_p([side_by_side(a, a, annotations)], annotations, permutations=50)
     assert [(np.isnan(f.p), f.drawn) for f in found] == [(False, 50), (True, 0), (False, 50), (False, 50)]
     assert found[0].p == 1
+    values, samples = run_figures([a], image_weights(8, resamples=5), annotations)
+    assert np.isnan(values).tolist() == [False, True, False, False]
+    assert np.isnan(samples).all(1).tolist() == [False, True, False, False]
 
 
 def test_seeds_are_exchanged_together():
