@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import IO, Any
@@ -133,11 +134,15 @@ def write_settings(folder: Path, tree: Mapping[str, Any], overrides: list[str]) 
     """config.yaml, overrides.yaml and env.txt: what it takes to start the run again."""
     write_text(folder / "config.yaml", yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True))
     write_text(folder / "overrides.yaml", yaml.safe_dump(list(overrides), allow_unicode=True))
-    installed = sorted(
-        {f"{d.metadata['Name']}=={d.version}" for d in distributions() if d.metadata["Name"]}, key=str.lower
-    )
     head = [f"python {sys.version.split()[0]}", platform.platform(), "command " + " ".join(sys.argv), *git_state()]
-    write_text(folder / "env.txt", "\n".join([*head, "", *installed]) + "\n")
+    write_text(folder / "env.txt", "\n".join([*head, "", *_installed()]) + "\n")
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """name==version of every package; read once, for every run of a sweep has the same."""
+    found = {f"{d.metadata['Name']}=={d.version}" for d in distributions() if d.metadata["Name"]}
+    return tuple(sorted(found, key=str.lower))
 
 
 @contextmanager
