@@ -40,8 +40,8 @@ MORE = {"hard": "1_attributes", "medium": "2_attributes", "trivial": "shuffle_ne
 COUNTED = {"three": (6571, 578), "six": (59975, 1404)}  # requests, distinct images of the published files
 BEYOND = (
     "Gate and goal lie beyond these limits: the files ask 11.4 and 42.7 times as often as they have images, and eager "
-    "attention makes a request little dearer at this size. What is left to gain is text: captions are encoded once "
-    "each, padded to 16 tokens."
+    "attention makes a request little dearer at this size. The pass of an image is a request without its text; "
+    "captions are encoded once each, like lengths together."
 )
 Request = tuple[str, int, int]  # benchmark, vocabulary, N
 
