@@ -42,7 +42,7 @@ def test_training_cost_runs_the_towers_once():
     assert (tiny["images"], tiny["items"]) == (26, 31)  # 18,041 items on 15,366 images
     assert tiny["live_forwards"] == [20 * 31, 20 * 31 * 11]
     assert tiny["stored_forwards"] == [26, 31 * 11]
-    assert tiny["difference"] <= 1e-6
+    assert tiny["difference"] <= 1e-5
     assert result["ratio"] <= result["limit"] * 1.1
     assert tiny["backbone"] > 0 < tiny["head"]
 
@@ -53,7 +53,7 @@ def test_sweep_cost_shares_one_pass():
     assert result["runs"] == 12
     assert row["live_forwards"] == [12 * 20 * 8, 12 * 20 * 8 * 11]
     assert row["stored_forwards"] == [7, 8 * 11]
-    assert row["difference"] <= 1e-6
+    assert row["difference"] <= 1e-5
 
 
 def test_evaluation_cost_sees_each_image_once(shared):
