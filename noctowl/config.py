@@ -332,6 +332,12 @@ def _sample_stored(tree: Mapping[str, Any]) -> list[Problem]:
     return [Problem("features.background", found, "null (all patches), or features=disk, where samples are kept")]
 
 
+def _no_empty_path(tree: Mapping[str, Any]) -> list[Problem]:
+    """An empty value is an unset variable of a shell, and would be the working directory."""
+    given = {"resume": tree.get("resume"), "run_dir": tree["run_dir"], "data.root": tree["data"]["root"]}
+    return [Problem(key, "''", "a path, or null") for key, value in given.items() if value == ""]
+
+
 def _all_patches(tree: Mapping[str, Any]) -> list[Problem]:
     if tree["features"]["background"] is None:
         return []
@@ -348,5 +354,10 @@ TRAINING_RULES = (
     (("loss", "distill"), _something_trains),
     (("selection", "data", "compat"), _reference_exists),
     (("features",), _sample_stored),
+    (("resume", "run_dir", "data"), _no_empty_path),
 )
-EVALUATION_RULES = ((("checkpoint", "predictions"), _one_source), (("features",), _all_patches))
+EVALUATION_RULES = (
+    (("checkpoint", "predictions"), _one_source),
+    (("features",), _all_patches),
+    (("run_dir", "data"), _no_empty_path),
+)

@@ -51,10 +51,13 @@ def continue_sweep(words: Sequence[str], failed: list[str]) -> None:
 
     Raises ConfigError if anything else is asked for.
     """
+    given = next(w for w in words if w.startswith("resume_sweep=")).split("=", 1)[1]
+    if not given:
+        raise ConfigError("resume_sweep (command line): found ''; allowed: the folder of a sweep, which has sweep.json")
     others = [w for w in words if not w.startswith("resume_sweep=") and w not in ("-m", "--multirun")]
     if others:
         raise ConfigError(f"resume_sweep: the jobs are run as they were; leave out {' '.join(others)}")
-    sweep = Sweep.open(Path(words[[w.startswith("resume_sweep=") for w in words].index(True)].split("=", 1)[1]))
+    sweep = Sweep.open(Path(given))
     sweep.save()
     left = sweep.pending()
     log.info("%s of %s jobs have finished", len(sweep.jobs) - len(left), len(sweep.jobs))
@@ -84,6 +87,11 @@ def run_jobs(
         launch: puts the jobs, by number, where a launcher of Hydra's wants them; None: they run here.
         sweep: the record of an earlier sweep that is continued; a new one is begun for `swept` jobs of training.
     """
+    if swept and any(tree.get("resume") is not None for tree, _ in jobs):
+        raise ConfigError(
+            "resume continues one run and takes no -m: continue runs one by one, or a whole sweep with "
+            "resume_sweep=<its folder>. Nothing was touched."
+        )
     if swept and sweep is None and jobs and (entry == "train" or launch is not None):
         parent = Path(jobs[0][0]["output_dir"]) / jobs[0][0]["name"]
         sweep = Sweep.begin(parent, [overrides for _, overrides in jobs])

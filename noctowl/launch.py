@@ -20,6 +20,7 @@ QUIET = (
     "Found .* module.s. in eval mode",  # everything but one layer is frozen
     ".*isinstance.treespec, LeafSpec.. is deprecated",
     "The number of training batches .* is smaller than the logging interval",
+    "You're resuming from a checkpoint that ended before the epoch ended",  # our sampler knows its place in the epoch
     "The '.*_dataloader' does not have many workers",
 )
 

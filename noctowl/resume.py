@@ -56,8 +56,15 @@ def find(folder: str | Path, overrides: Sequence[str]) -> Stopped:
             f"resume: {checkpoint} is missing: the run was stopped before its first epoch ended, or trained together "
             "with other heads of a sweep. Start it again."
         )
+    stored = read_checkpoint(checkpoint)
+    done, asked = stored["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"], tree["trainer"]["max_epochs"]
+    if done > asked:
+        raise ConfigError(
+            f"resume: trainer.max_epochs is {asked}, but {folder} has trained {done} epochs; allowed: {done} (nothing "
+            "is trained, results are written anew) or more. Nothing was touched."
+        )
     tree = {**tree, "run_dir": str(folder)}
-    return Stopped(folder, tree, every, checkpoint, _rows(folder / "metrics.csv", read_checkpoint(checkpoint)))
+    return Stopped(folder, tree, every, checkpoint, _rows(folder / "metrics.csv", stored))
 
 
 def advice(folder: Path) -> str:

@@ -91,6 +91,29 @@ def test_a_finished_run_continues_to_nothing(settings, four, command):
     assert all(torch.equal(v, state(four)["state_dict"][k]) for k, v in before["state_dict"].items())
 
 
+def test_fewer_epochs_than_trained_are_refused(settings, four, command):
+    before = {p: p.read_bytes() for p in four.rglob("*") if p.is_file()}
+    called = command("train", f"resume={four}", "trainer.max_epochs=2")
+    assert called.code == 2
+    assert "has trained 4 epochs; allowed: 4" in called.err
+    assert before == {p: p.read_bytes() for p in four.rglob("*") if p.is_file()}
+
+
+def test_runs_are_not_continued_as_a_sweep(settings, four, command):
+    before = {p: p.read_bytes() for p in four.rglob("*") if p.is_file()}
+    called = command("train", "-m", f"resume={four},{four}", "trainer.max_epochs=5")
+    assert called.code == 2
+    assert "resume continues one run" in called.err
+    assert before == {p: p.read_bytes() for p in four.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("key", ["resume", "resume_sweep", "run_dir", "data.root"])
+def test_an_empty_path_is_no_path(command, key):
+    called = command("train", f"{key}=")
+    assert called.code == 2
+    assert f"{key} (command line): found ''" in called.err
+
+
 def test_starting_from_a_head_is_another_thing(settings, four, command):
     """A new run on the continued run's data starts at step 0 with the pretrained head."""
     called = command("train", *settings, "trainer.max_epochs=1")
