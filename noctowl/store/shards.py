@@ -27,7 +27,7 @@ from torch import Tensor
 from noctowl.errors import DataError
 from noctowl.hashing import tensor_bytes
 from noctowl.runfolder import atomic
-from noctowl.store.spec import Field, Spec, canonical
+from noctowl.store.spec import Field, Spec, canonical, read_signed, signed
 
 ALIGNMENT = 64  # bytes; where the tensors of a shard begin
 BLOCK = 4096
@@ -150,7 +150,7 @@ def write_index(folder: Path, index: ShardIndex) -> None:
     """The index beside its shard, with a digest of its own."""
     content = asdict(index) | {"entries": [list(entry) for entry in index.entries]}
     with atomic(folder / f"{index.name}.json") as file:
-        file.write(canonical({"digest": hashlib.sha256(canonical(content)).hexdigest(), "index": content}))
+        file.write(signed(content))
     sync_folder(folder)
 
 
@@ -193,10 +193,7 @@ def read_index(path: Path, spec: Spec) -> ShardIndex:
     Raises Damaged: "index" (unreadable), "foreign" (another store's), "no shard", "truncated" (another size).
     """
     try:
-        stored = json.loads(path.read_bytes())
-        content = stored["index"]
-        if hashlib.sha256(canonical(content)).hexdigest() != stored["digest"]:
-            raise ValueError("its digest does not fit its content")
+        content = read_signed(path)
         entries, starts = tuple(Entry(*entry) for entry in content["entries"]), tuple(content.get("starts", ()))
         index = ShardIndex(**content | {"entries": entries, "starts": starts})
         if starts and (len(starts) != index.count + 1 or any(a > b for a, b in pairwise((0, *starts)))):

@@ -13,6 +13,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -99,6 +100,19 @@ class Spec:
 def canonical(value: Any) -> bytes:
     """JSON that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def signed(content: Any) -> bytes:
+    """An index file: the content, with a digest of its own."""
+    return canonical({"digest": hashlib.sha256(canonical(content)).hexdigest(), "index": content})
+
+
+def read_signed(path: Path) -> Any:
+    """What `signed` was given. Raises OSError, KeyError, TypeError or ValueError for a damaged file."""
+    stored = json.loads(path.read_bytes())
+    if hashlib.sha256(canonical(stored["index"])).hexdigest() != stored["digest"]:
+        raise ValueError("its digest does not fit its content")
+    return stored["index"]
 
 
 def describe(

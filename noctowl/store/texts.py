@@ -35,7 +35,7 @@ from noctowl.runfolder import atomic, process_rank
 from noctowl.store.claims import STALE, idle_seconds
 from noctowl.store.folder import META
 from noctowl.store.shards import Damaged, Problem, sync_folder
-from noctowl.store.spec import arithmetic, canonical
+from noctowl.store.spec import arithmetic, canonical, read_signed, signed
 
 ENCODER_VERSION = 1  # raise it whenever `OwlDetector.encode_text` or tokenization gives other numbers
 LAYOUT_VERSION = 1
@@ -59,10 +59,7 @@ def read_index(path: Path, key: str) -> _Shard:
     Raises Damaged: "index" (unreadable), "foreign" (another store's), "no shard", "truncated" (another size).
     """
     try:
-        stored = json.loads(path.read_bytes())
-        index = stored["index"]
-        if hashlib.sha256(canonical(index)).hexdigest() != stored["digest"]:
-            raise ValueError("its digest does not fit its content")
+        index = read_signed(path)
         own, size, sha256, texts = (index[name] for name in ("key", "bytes", "sha256", "texts"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged("index", f"{path}: not a readable index ({type(error).__name__}: {error})") from error
@@ -197,7 +194,7 @@ class TextStore:
                 meta = {"key": self.key, "base": self.base_id, "ingredients": self.ingredients}
                 files[META] = canonical(meta)
             files[f"{name}.safetensors"] = data
-            files[f"{name}.json"] = canonical({"digest": hashlib.sha256(canonical(index)).hexdigest(), "index": index})
+            files[f"{name}.json"] = signed(index)
             for file, content in files.items():
                 with atomic(self.folder / file) as out:
                     out.write(content)
