@@ -1,6 +1,7 @@
 """Fixtures that several rooms share: the reference material beside the checkout, and small hand-made FG-OVD files."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,14 @@ from typing import Any
 import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True)
+def heard() -> None:
+    """Loggers that an earlier test's library (logging.config) has switched off are on again."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("noctowl") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.fixture(scope="session")
